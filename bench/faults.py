@@ -15,32 +15,29 @@ import ctypes
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+from fault_place import GENERATE, LIMIT, PROMPT, Broken, Ended, Place, call, copied_target, ended, expect, full, until
 from outcome import finish, parsed, parser_of
 from processes import children
 
-import outrider
-from outrider.bench.load.own_server import own_server
 from outrider.bench.provenance import origin
 from outrider.types import OutriderError
 
-PROMPT = "def add(a, b):"
-GENERATE = ("generate", "-k", "4", "--max-tokens", "24", "--temperature", "0", PROMPT)
 TRAIN = ("train", "medusa", "--heads", "2", "--epochs", "0.2", "--batch-tokens", "512", "--seq-len", "64")
-LIMIT = 300.0  # seconds, per command
 NUM_SIGNALS = 12  # per command, spread over its run time
+GROUPS = Path("/sys/fs/cgroup")  # control groups, version 1
+THROTTLE = GROUPS / "blkio" / "blkio.throttle.read_bps_device"
+MEMORY_LIMIT = "memory.limit_in_bytes"
 
 CLOCK = """
 #define _GNU_SOURCE
@@ -70,170 +67,6 @@ int gettimeofday(struct timeval* to, void* zone) {
   return 0;
 }
 """
-
-
-class Broken(Exception):
-    """A promise was not kept."""
-
-
-def expect(holds: object, what: str) -> None:
-    if not holds:
-        raise Broken(what)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Result of a command that ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def said(self) -> str:
-        """Return the last line of standard error."""
-        lines = [line for line in self.err.replace("\r", "\n").splitlines() if line.strip()]
-        return lines[-1].strip() if lines else ""
-
-    def expect_error(self, *codes: int) -> str:
-        """Check that the command failed with a one-line error and one of these exit codes. Returns the line."""
-        expect(self.code in codes, f"exit code {self.code}, expected {codes}: {self.err[-600:]}")
-        expect("Traceback" not in self.err, f"unexpected traceback: {self.err[-600:]}")
-        expect("rror" in self.err or self.code == 130, f"no error message: {self.err[-600:]}")
-        return f"exit {self.code}: {self.said}"
-
-    def expect_text(self, wanted: str) -> str:
-        """Check that the output is the same as without the fault."""
-        expect(self.code == 0, f"exit code {self.code}: {self.err[-600:]}")
-        expect("Traceback" not in self.err, f"a traceback: {self.err[-600:]}")
-        expect(self.out == wanted, f"different text: {self.out!r}")
-        return "the same text"
-
-
-class Place:
-    """A working folder, and commands with and without a fault."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._wanted: str | None = None
-
-    def start(self, *words: object, under: Callable[[], None] | None = None, **environment: object) -> subprocess.Popen[str]:
-        """Start an Outrider command; ``under`` runs first in its process."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "outrider", *map(str, words)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=partial(_begin, under),
-            env={**os.environ, "COLUMNS": "300", **{name: str(value) for name, value in environment.items()}},
-        )
-
-    def run(self, *words: object, under: Callable[[], None] | None = None, **environment: object) -> Ended:
-        """Run an Outrider command and wait for its end."""
-        return ended(self.start(*words, under=under, **environment))
-
-    def wanted(self) -> str:
-        """Return the output of ``GENERATE`` without a fault."""
-        if self._wanted is None:
-            self._wanted = self.run(*GENERATE).out
-            expect(self._wanted.strip(), "no text without a fault")
-        return self._wanted
-
-    def text(self) -> Path:
-        """Write a training text."""
-        path = self.folder / "text.txt"
-        path.write_text("\n\n".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(800)))
-        return path
-
-    @contextlib.contextmanager
-    def disk(self, size: str) -> Iterator[Path]:
-        """Mount a disk of this size."""
-        folder = Path(tempfile.mkdtemp(dir=self.folder))
-        folder.chmod(0o700)
-        call("mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "none", folder)
-        try:
-            yield folder
-        finally:
-            call("umount", "-l", folder)
-
-    @contextlib.contextmanager
-    def mounted_image(self) -> Iterator[tuple[Path, Path]]:
-        """Mount a disk image that contains the embedded target's folder. Yields the image file and the mount point."""
-        image, mounted = self.folder / "image", self.folder / "mounted"
-        mounted.mkdir()
-        call("truncate", "-s", "96M", image)
-        call("mkfs.ext4", "-q", "-E", "lazy_itable_init=0", image)
-        call("mount", "-o", "loop", image, mounted)
-        try:
-            copied_target(mounted / "target")
-            yield image, mounted
-        finally:
-            call("umount", "-l", mounted)
-
-    @contextlib.contextmanager
-    def serving(self, *words: object, **environment: object) -> Iterator[Server]:
-        """Start a server and wait until it is ready."""
-        with own_server([*map(str, words)], **{name: str(value) for name, value in environment.items()}) as server:
-            yield Server(server.process.pid, server.url)
-
-
-@dataclass(frozen=True)
-class Server:
-    pid: int
-    url: str
-
-    def ask(self, prompt: str = PROMPT, **more: Any) -> tuple[int, str]:
-        """Request a completion. Returns the status, and the text or error."""
-        body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, **more}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
-        found = answer.json()
-        return answer.status_code, found["choices"][0]["text"] if answer.is_success else found["error"]["message"]
-
-    def expect_text(self, wanted: str) -> None:
-        status, text = self.ask()
-        expect(status == 200 and text.strip() == wanted.strip(), f"{status}: {text!r}, expected {wanted!r}")
-
-
-def _begin(under: Callable[[], None] | None) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if under is not None:
-        under()
-
-
-def ended(process: subprocess.Popen[str]) -> Ended:
-    """Wait for a process and return its output. Raises ``Broken`` after ``LIMIT`` seconds."""
-    try:
-        out, err = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        raise Broken(f"not finished after {LIMIT:.0f} s: {err[-600:]}") from None
-    return Ended(process.returncode, out, err)
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Poll until a condition holds. Raises ``Broken`` after ``LIMIT`` seconds."""
-    end = time.monotonic() + LIMIT
-    while not holds():
-        expect(time.monotonic() < end, f"not within {LIMIT:.0f} s: {what}")
-        time.sleep(0.02)
-
-
-def call(*words: object) -> None:
-    subprocess.run([str(word) for word in words], check=True, capture_output=True)
-
-
-def full(folder: Path) -> None:
-    """Fill a disk."""
-    with contextlib.suppress(OSError), (folder / "filling").open("wb", 0) as file:
-        while True:
-            file.write(bytes(1 << 12))
-
-
-def copied_target(to: Path) -> Path:
-    """Copy the embedded target's folder."""
-    return Path(shutil.copytree(Path(outrider.__file__).parent / "family" / "target", to))
 
 
 # Each fault is a function of a Place that returns what was observed. Its docstring is the promise.
@@ -322,7 +155,6 @@ def weights_that_cannot_be_read(place: Place) -> str:
 
 def weights_read_slowly(place: Place) -> str:
     """Same text as without the fault."""
-    throttle = Path("/sys/fs/cgroup/blkio/blkio.throttle.read_bps_device")
     words = ("generate", "--max-tokens", "24", "--temperature", "0")
     wanted = place.run(*words, "-k", "0", PROMPT).out
     with place.mounted_image() as (_, mounted):
@@ -330,13 +162,13 @@ def weights_read_slowly(place: Place) -> str:
         device = found.stdout.strip()
         call("sync")
         Path("/proc/sys/vm/drop_caches").write_text("1")
-        throttle.write_text(f"{device} 1000000")
+        THROTTLE.write_text(f"{device} 1000000")
         try:
             started = time.monotonic()
             done = place.run(*words, "--method", "ngram", "--target", mounted / "target", PROMPT)
             return f"{done.expect_text(wanted)}, after {time.monotonic() - started:.0f} s"
         finally:
-            throttle.write_text(f"{device} 0")
+            THROTTLE.write_text(f"{device} 0")
 
 
 def memory_at_load(place: Place) -> str:
@@ -349,12 +181,12 @@ def memory_at_load(place: Place) -> str:
 
 def memory_group_at_load(place: Place) -> str:
     """One-line error before the weights are loaded, exit code 2, because the group's limit is below the size of the weights."""
-    group = Path("/sys/fs/cgroup/memory") / f"outrider-{os.getpid()}"
+    group = GROUPS / "memory" / f"outrider-{os.getpid()}"
     group.mkdir()
     target = copied_target(place.folder / "large")
     grow(next(target.glob("*.safetensors")), 900 << 20)
     try:
-        (group / "memory.limit_in_bytes").write_text(str(800 << 20))
+        (group / MEMORY_LIMIT).write_text(str(800 << 20))
 
         def join() -> None:
             (group / "tasks").write_text("0")
@@ -500,6 +332,7 @@ FAULTS: tuple[Callable[[Place], str], ...] = (
     signal_while_training,
     signal_while_exporting,
 )
+NEED_GROUPS = (weights_read_slowly, memory_group_at_load)
 
 
 def name_of(fault: Callable[[Place], str]) -> str:
@@ -507,12 +340,13 @@ def name_of(fault: Callable[[Place], str]) -> str:
 
 
 def measure(fault: Callable[[Place], str]) -> dict[str, Any]:
-    """Inject one fault in a separate folder."""
+    """Inject one fault in a separate folder. An unexpected exception breaks the promise too, and keeps the earlier rows."""
     with tempfile.TemporaryDirectory(prefix="outrider-faults-") as folder:
         try:
             seen, verdict = fault(Place(Path(folder))).replace(folder, "..."), "held"
-        except (Broken, OutriderError) as broken:
-            seen, verdict = str(broken).replace(folder, "..."), "BROKEN"
+        except Exception as error:
+            said = str(error) if isinstance(error, (Broken, OutriderError)) else f"{type(error).__name__}: {error}"
+            seen, verdict = said.replace(folder, "..."), "BROKEN"
     return {
         "fault": name_of(fault),
         "promise": " ".join((fault.__doc__ or "").split()),
@@ -544,6 +378,9 @@ def main() -> int:
         raise SystemExit("error: --page writes the table of all faults: give it without --only")
     if sys.platform != "linux" or os.geteuid() != 0:
         raise SystemExit("error: mounts and memory groups need Linux and root")
+    needing = ", ".join(name_of(fault) for fault in NEED_GROUPS if fault in chosen)
+    if needing and not (THROTTLE.exists() and (GROUPS / "memory" / MEMORY_LIMIT).exists()):
+        raise SystemExit(f"error: {needing}: expected control groups of version 1 in {GROUPS}: choose others with --only")
     if ctypes.CDLL(None, use_errno=True).unshare(0x20000) != 0:  # private mount namespace
         raise SystemExit(f"error: cannot create a mount namespace: {os.strerror(ctypes.get_errno())}")
     call("mount", "--make-rprivate", "/")

@@ -48,7 +48,8 @@ def main() -> int:
         for number, prompt in enumerate(prompts):
             seed = repeat * len(prompts) + number
             params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=seed, ignore_eos=True)
-            order = args.verifiers[seed % len(llms) :] + args.verifiers[: seed % len(llms)]
+            start = (repeat + number) % len(llms)  # not the seed: with an even number of prompts each would keep its order
+            order = args.verifiers[start:] + args.verifiers[:start]
             for name in order:
                 started = perf_counter()
                 stats = llms[name].generate(prompt, params)[0].outputs[0].stats
@@ -68,8 +69,8 @@ def figures(own: np.ndarray, base: np.ndarray) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for column, what in enumerate(("tokens_per_round", "tok_s"), start=1):
         mine, theirs = (Timings(counts[None, :, 0], counts[None, :, column]) for counts in (own, base))
-        found[what] = float(mine.speeds()[0])
-        found[f"{what}_ratio"] = float(mine.speeds()[0] / theirs.speeds()[0])
+        rate, base_rate = (float(counts[:, 0].sum() / counts[:, column].sum()) for counts in (own, base))
+        found[what], found[f"{what}_ratio"] = rate, rate / base_rate
         found[f"{what}_interval"] = speedup_interval(mine, theirs)
     return found
 

@@ -90,7 +90,8 @@ def described(parameter: Any) -> str:
     """Return the help of a parameter, with its default."""
     text = (parameter.help or "").rstrip(".")
     default = parameter.default
-    if "(default:" not in text and default not in (None, False, True, ()) and not callable(default):
+    is_shown = default is not None and not isinstance(default, bool) and default != () and not callable(default)
+    if is_shown and "(default:" not in text:
         text += f" (default: {default})"
     return text + ("; required." if parameter.required else ".")
 

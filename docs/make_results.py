@@ -90,8 +90,8 @@ README_ROWS = (
     Row("1B, `dflash` (8 bits)", "1b-heads", "dflash:bits=8", "auto"),
     Row("1B, `low-bit`", "1b-self", "low-bit", "auto"),
     Row("1B, `early-exit`", "1b-self", "early-exit", "auto"),
-    Row('1B, `suffix`, K = 15, "fill this JSON"', "1b-repeating", "suffix", 15, workload="json"),
-    Row('1B, `suffix`, K = 15, "edit this file"', "1b-repeating", "suffix", 15, workload="edit"),
+    Row('1B, `suffix`, K = 15, "fill this JSON", one prompt', "1b-repeating", "suffix", 15, workload="json"),
+    Row('1B, `suffix`, K = 15, "edit this file", one prompt', "1b-repeating", "suffix", 15, workload="edit"),
     Row("embedded 13M, `draft`, K = 4", "family-humaneval", "draft", 4),
 )
 PUBLIC_ROWS = (  # models that others trained; measured on another machine
@@ -155,8 +155,8 @@ def bench_table(document: Document) -> str:
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         workload = "all" if many else str(cell["workload"])
-        beside = f" beside {cell['busy']} busy" if cell["busy"] else ""
-        key: tuple[str, ...] = (workload, f"{cell['temperature']:g}", str(cell["batch"]), label(cell) + beside)
+        others = f" with {cell['busy']} other busy processes" if cell["busy"] else ""
+        key: tuple[str, ...] = (workload, f"{cell['temperature']:g}", str(cell["batch"]), label(cell) + others)
         groups.setdefault(key, []).append(cell)
     rows = []
     for key, group in groups.items():

@@ -89,6 +89,11 @@ def test_the_command_line_page_is_up_to_date() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_defaults_of_0_and_1_are_listed() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert "Seed of arrivals and sampling (default: 0)." in page and "answer to the one before (default: 1)." in page
+
+
 def test_links_and_files_named_in_the_documentation_exist() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
     missing = []

@@ -54,6 +54,12 @@ def test_every_result_names_its_commit_and_its_processor(make: ModuleType) -> No
     assert {name for name, result in found.items() if make.processor(result) is None} == WITHOUT_PROCESSOR
 
 
+def test_rows_of_one_prompt_say_so(make: ModuleType) -> None:
+    found = make.documents(ROOT / "results")
+    single = [row for row in make.README_ROWS if make.cell_of(found[row.file], row)["prompts"] == 1]
+    assert len(single) == 2 and all(row.what.endswith(", one prompt") for row in single)
+
+
 def test_a_wrong_ratio_is_found(make: ModuleType) -> None:
     head = "| what | plain tok/s | speculative tok/s | ratio | 95% interval |\n| --- | --- | --- | --- | --- |\n"
     right, wrong = "| a | 20 | 30 | 1.50 | 1.4 to 1.6 |", "| b | 20 | 30 | 1.60 | 1.4 to 1.7 |"
@@ -95,12 +101,12 @@ def test_figures_before_loops_are_the_ones_published(make: ModuleType) -> None:
     assert "| 20 | 40 | 2.00 | 1.90 to 2.10 |" in text and "40%" in text
 
 
-def test_measurements_beside_busy_processes_are_rows_of_their_own(make: ModuleType) -> None:
+def test_measurements_with_busy_processes_are_rows_of_their_own(make: ModuleType) -> None:
     quiet, busy = result([40.0] * 3), result([30.0] * 3)
     for each in busy["cells"]:
         each["busy"] = 2
     text = make.page({"x": document([*quiet["cells"], *busy["cells"]])})
-    assert "| draft k=4 | 20 | 40 | 2.00 |" in text and "| draft k=4 beside 2 busy | 20 | 30 | 1.50 |" in text
+    assert "| draft k=4 | 20 | 40 | 2.00 |" in text and "| draft k=4 with 2 other busy processes | 20 | 30 | 1.50 |" in text
 
 
 def test_the_readmes_table_has_existing_cells_of_one_machine(make: ModuleType) -> None:

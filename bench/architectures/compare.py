@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from architectures import tiny
 from outrider import LLM, SamplingParams
+from outrider.bench.race import first_difference
 from outrider.errors import first_line
 from outrider.runner.loading import quiet
 from outrider.types import OutriderError
@@ -142,8 +143,7 @@ def _cell(source: Any, wanted: list[list[int]], options: dict[str, Any]) -> str:
         return f"refused: {error}"
     stats = llm.stats
     for prompt, text, other in zip(itertools.count(1), wanted, found, strict=False):
-        if text != other:
-            at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+        if (at := first_difference(text, other)) is not None:
             return f"differs: prompt {prompt}, token {at + 1}"
     return f"same ({stats.num_accepted}/{stats.num_drafts})" if stats.num_drafts else "same"
 

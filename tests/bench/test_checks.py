@@ -58,3 +58,23 @@ def test_a_check_without_methods_does_not_hold(script) -> None:  # type: ignore[
     assert holds({"plain": good, "medusa": {"skipped": "no heads"}})
     assert not holds({"magic": {"skipped": "unknown method"}})
     assert not holds({"plain": good | {"invalid": 1}}) and not holds({"ngram": good | {"forbidden_drafts": 1}})
+
+
+def test_a_fault_that_cannot_be_injected_keeps_the_others(script) -> None:  # type: ignore[no-untyped-def]
+    def some_fault(place: object) -> str:
+        """A promise."""
+        raise FileNotFoundError("no such file")
+
+    row = script("faults").measure(some_fault)
+    assert row == {
+        "fault": "some fault", "promise": "A promise.", "seen": "FileNotFoundError: no such file", "verdict": "BROKEN"
+    }  # fmt: skip
+
+
+def test_faults_need_control_groups_of_version_1(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    faults = script("faults")
+    monkeypatch.setattr(faults, "GROUPS", tmp_path)
+    monkeypatch.setattr(faults.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["faults.py", "--only", "memory group"])
+    with pytest.raises(SystemExit, match="memory group at load: expected control groups of version 1"):
+        faults.main()

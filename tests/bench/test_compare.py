@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from bench_documents import cell, document, noisy
 
-from outrider.bench.compare import compare
+from outrider.bench.compare import compare, notes
 
 WORKLOADS = ("code", "edit", "json", "math", "chat", "story")
 
@@ -58,6 +59,18 @@ def test_unmatched_cells_and_different_settings_are_listed() -> None:
     assert found.only_before == ["code: plain", "code: draft k=4"]
     assert found.only_after == ["code, t=0.8, batch 4: ngram k=auto"]
     assert found.settings == {"dtype": ("float32", "bfloat16"), "device": ("cpu: test", "cpu: another")}
+
+
+def test_different_prompts_and_seeds_are_noted() -> None:
+    def notes_of(**more: object) -> Sequence[str]:
+        known = {"seed": 0, "prompt_digests": {"code": "a", "edit": "b"}}
+        return notes(compare(measured(1) | known, measured(1) | more))
+
+    assert notes_of(seed=1, prompt_digests={"code": "c", "edit": "b", "json": "d"}) == [
+        "seed differs: 0 > 1",
+        "prompts differ: code",
+    ]
+    assert not notes_of()  # of an earlier version, without both
 
 
 def test_on_another_machine_only_speedups_are_compared() -> None:

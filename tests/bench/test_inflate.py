@@ -189,6 +189,23 @@ def test_an_invalid_size_is_refused(size: str) -> None:
         num_params(size)
 
 
+def test_a_size_below_the_source_is_refused(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "small", intermediate_size=30_000)  # 2.9 M parameters
+    with pytest.raises(OutriderError, match=r"a model of 0\.00\d+ B parameters to 0\.001 B: give a larger size"):
+        inflate(source, tmp_path / "x", "1m")
+
+
+@pytest.mark.parametrize(
+    "more", [{"layer_types": ["full_attention", "sliding_attention"]}, {"use_sliding_window": True, "max_window_layers": 1}]
+)
+def test_layers_with_and_without_a_window_are_refused(tmp_path: Path, more: dict[str, object]) -> None:
+    source = make_folder(tmp_path / "small")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"} | more))
+    with pytest.raises(OutriderError, match="only some layers have a sliding window"):
+        inflate(source, tmp_path / "x")
+
+
 def test_unsupported_sources_are_refused(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "small")
     with pytest.raises(OutriderError, match="power of two"):

@@ -6,7 +6,7 @@ import pytest
 from tiny_folder import make_folder
 
 from outrider import LLM, SamplingParams
-from outrider.bench.race import Race
+from outrider.bench.race import Race, first_difference
 from outrider.cli.compare import engines
 from outrider.types import OutriderError
 
@@ -39,6 +39,14 @@ def test_a_lane_runs_until_it_leads_by_one_turn(llm: LLM, turn: float) -> None:
     for lane in race.lanes:
         assert 0 < lane.first_seconds < lane.clock
         assert lane.stats.tok_s == pytest.approx((40 - 1) / (lane.clock - lane.first_seconds))
+
+
+def test_the_first_difference_of_a_prefix_is_its_end(llm: LLM) -> None:
+    assert first_difference([1, 2], (1, 2)) is None and first_difference([1, 2], [1, 3, 4]) == 1
+    assert first_difference([1], [1, 2]) == first_difference([1, 2], [1]) == 1
+    race = Race(engines(llm), [5, 6, 7], PARAMS)  # stopped early, so that one output is a prefix
+    race.lanes[0].request.token_ids.append(8)
+    assert race.first_difference is None
 
 
 def test_a_race_frees_its_requests(llm: LLM) -> None:

@@ -10,8 +10,9 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from huggingface_hub import is_offline_mode
@@ -168,6 +169,18 @@ def test_generate_obeys_stop_and_seed(outrider: Run, target: Path) -> None:
     assert plain_text(outrider, target, *sampled, 1) != plain_text(outrider, target, *sampled, 2)
 
 
+def test_debug_shows_the_traceback_of_a_failed_proposer(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("odd")
+
+    monkeypatch.setattr("outrider.proposers.ngram.NgramProposer.propose", fail)
+    command = ["generate", "--target", target, "--method", "ngram", "--compile", "never", "--max-tokens", 4, PROMPT]
+    code, out, err = outrider(*command)
+    assert code == 0 and "(use --debug for details)" in err and "Traceback" not in err
+    code, same, err = outrider(*command, "--debug")
+    assert code == 0 and same == out and "Traceback" in err and "ZeroDivisionError: odd" in err
+
+
 def test_show_colours_the_same_text(outrider: Run, target: Path, draft: Path) -> None:
     _, out, err = outrider("generate", *models(target, draft), "-k", 3, "--max-tokens", 30, "--show", PROMPT)
     assert "\x1b[32m" in out  # green: accepted
@@ -256,6 +269,23 @@ def test_chat_keeps_the_conversation(outrider: Run, target: Path, draft: Path, m
     monkeypatch.setattr("sys.stdin", Terminal())
     assert app.main(["chat", *map(str, models(target, draft)), "--max-tokens", "5"]) == 0
     assert seen == [(2, False), (4, True), (2, True)]  # messages, and whether a part of the prompt was cached
+
+
+def test_a_question_that_exceeds_the_context_does_not_erase_the_conversation(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, lengths = iter(["one", "long " * 600, "two", "/exit"]), []
+    answer = chat._answer
+
+    def spy(llm: LLM, history: list[dict[str, str]], *rest: object) -> object:
+        lengths.append(len(history))
+        return answer(llm, history, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(chat, "_is_interactive", lambda message: True)
+    monkeypatch.setattr(chat, "_answer", spy)
+    code, _, err = outrider("chat", "--target", target, "--method", "plain", "--compile", "never", "--max-tokens", 5)
+    assert code == 0 and err.count("error:") == 1 and lengths == [0, 2, 2]  # messages before each question
 
 
 @pytest.mark.parametrize(
@@ -399,10 +429,27 @@ def test_ctrl_c_ends_a_race(outrider: Run, target: Path, draft: Path, monkeypatc
 def test_a_difference_is_located_and_explained() -> None:
     from outrider.cli.compare import verdict
 
-    assert "yes, all 2" in verdict(None, [1, 2], [1, 2], True, False)
-    assert "The first 1 tokens are equal" in verdict(None, [1, 2, 3], [1, 3, 3], True, False)
-    assert "as expected" in verdict(None, [1, 2], [1, 3], False, False)
-    assert "report it" in verdict(None, [1, 2], [1], False, True)
+    def said(plain: list[int], other: list[int], greedy: bool, lossless: bool = True, **llm: bool) -> str:
+        runner = SimpleNamespace(is_row_invariant=llm.get("exact", True))
+        speculation, tokenizer = SimpleNamespace(same_text=llm.get("same_text", False)), SimpleNamespace(decode=str)
+        given: Any = SimpleNamespace(runner=runner, speculation=speculation, tokenizer=tokenizer)
+        return verdict(given, plain, other, greedy, lossless)
+
+    assert "yes, all 2 tokens" in said([1, 2], [1, 2], True) and "2 sampled" in said([1, 2], [1, 2], False)
+    assert "The first 1 tokens are equal, then plain has '[2]' and speculative '[3]'." in said([1, 2, 3], [1, 3, 3], True)
+    assert "both are samples" in said([1, 2], [1, 3], False)
+    for greedy in (False, True):
+        assert "the verifier is lossy" in said([1, 2], [1, 3], greedy, lossless=False)
+        assert "speculative the end. This should not happen: please report it." in said([1, 2], [1], greedy, same_text=True)
+        assert "round differently here" in said([1, 2], [1], greedy, same_text=True, exact=False)
+
+
+def test_brackets_in_a_races_titles_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    from outrider.cli.compare import table
+
+    lane: Any = SimpleNamespace(name="plain", output=[1], first_seconds=0.1, stats=GenerationStats())
+    console.err.print(table([lane], {"plain": "draft:draft=./my[/model] k=3"}))
+    assert "./my[/model]" in capsys.readouterr().err
 
 
 def test_a_slower_race_is_explained_by_its_numbers() -> None:
@@ -429,6 +476,7 @@ def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, dra
     assert len(out.splitlines()) == 1 and result == json.loads(out_file.read_text())
     for name in ("version", "commit", "device", "dtype", "threads", "target", "command", "date", "versions"):
         assert name in result
+    assert (result["seed"], result["verifier"]) == (0, "block") and set(result["prompt_digests"]) == {"mine", "quiz"}
     cells = result["cells"]
     assert len(cells) == 5 * 2 * 2 * 2  # (plain + 4) x temperatures x batches x workloads
     assert {cell["workload"] for cell in cells} == {"mine", "quiz"}
@@ -454,6 +502,15 @@ def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, dra
             )
     assert "speedup" in err and "warming up" in err and "formula" in err
     assert page.read_text().count("<figure>") == 2 * 6  # two temperatures
+
+
+def test_bench_measures_a_k_above_the_methods_maximum_once(outrider: Run, target: Path) -> None:
+    code, out, err = outrider(
+        "bench", "--target", target, "--compile", "never", "--method", "ngram", "-k", "64,100", "--workloads", "math",
+        "--num-prompts", 1, "--max-tokens", 4, "--repeat", 1,
+    )  # fmt: skip
+    assert code == 0 and "ngram k=100 is reduced to k=64, the maximum of the method" in err
+    assert [(cell["method"], cell["k"]) for cell in json.loads(out)["cells"]] == [("plain", 0), ("ngram", 64)]
 
 
 def test_bench_keeps_finished_measurements_when_interrupted(
@@ -556,14 +613,17 @@ def test_a_method_is_checked_with_the_inflated_drafts(target: Path, draft: Path)
         ({"method": "suffix"}, "suffix", None),
     ],
 )
-def test_a_plan_is_inflated_with_the_heads_of_its_method(values, method, draft, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_inflated_with_the_heads_of_its_method(
+    values, method, draft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def large(source: str, target: str) -> str:
         return source if source == str(family.DRAFT) else f"{source}-large"
 
-    monkeypatch.setattr(session, "inflate_target", lambda models, size: (replace(models, target=f"T-{size}"), {}))
+    (tmp_path / "config.json").write_text('{"outrider_inflated": {}}')
+    monkeypatch.setattr("outrider.bench.inflate.inflated", lambda source, size: tmp_path)
     monkeypatch.setattr(session, "inflated_draft", large)
     plan = bench_serve.inflated_plan(Plan({"compile": "always", **values}), "1b")
-    assert plan.values == {"compile": "always", "target": "T-1b", "method": method} | ({"draft": draft} if draft else {})
+    assert plan.values == {"compile": "always", "target": str(tmp_path), "method": method} | ({"draft": draft} if draft else {})
 
 
 def test_a_target_that_fails_is_not_the_users_mistake() -> None:
@@ -631,6 +691,9 @@ def test_an_import_interrupted_by_a_signal_is_an_interruption(
         (None, "suffix", True),
         ("nobody/nothing", "draft", False),
         (None, "draft:draft=nobody/nothing", False),
+        (None, "cross-tokenizer:draft=gpt2", False),
+        (None, "suffix+draft:draft.draft=gpt2", False),
+        (None, "eagle:draft=mine", True),
     ],
 )
 def test_hub_access_is_disabled_only_if_nothing_can_come_from_the_hub(
@@ -640,5 +703,5 @@ def test_hub_access_is_disabled_only_if_nothing_can_come_from_the_hub(
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # read before, when it was imported
     monkeypatch.setattr(session, "_loaded", lambda *_: None)
-    session.load_plain(ModelOptions(target=str(target), draft=draft), [method])
+    session.load_plain(ModelOptions(target=str(target), draft=draft), [method], drafts={"mine": target})
     assert ("HF_HUB_OFFLINE" in os.environ) == is_offline_mode() == is_offline

@@ -382,9 +382,10 @@ def test_values_out_of_range_are_found_before_anything_is_loaded(
         raise AssertionError("it was loaded")
 
     monkeypatch.setattr(session, "load", never)
-    monkeypatch.setattr(session, "inflate_target", never)
+    monkeypatch.setattr("outrider.bench.inflate.inflated", never)
     few = ["--batch", "1,8", "--num-prompts", "7"]
-    for options in (["--batch", "4,0"], ["--temperature", "0,-1"], few, ["--batch", "64"]):
+    seed = ["--seed", str(2**64 - 1)]  # repeats use the following ones
+    for options in (["--batch", "4,0"], ["--temperature", "0,-1"], few, ["--batch", "64"], seed):
         assert_one_line(outrider("bench", "--target", target, "--inflate", "8b", *options), options[0].removeprefix("--"))
     for command, most in (("audit", 0), ("doctor", 1), ("tune", 1)):
         assert_one_line(outrider(command, "--target", target, "--max-tokens", most), "--max-tokens")

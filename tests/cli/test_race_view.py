@@ -10,25 +10,25 @@ import pytest
 from rich.console import Console
 
 from outrider.cli import race_view
-from outrider.cli.race_view import RaceView, Round, taken
+from outrider.cli.race_view import RaceView, ShownRound, taken
 
 TITLES = {"plain": "plain", "speculative": "draft k=4"}
 ACCEPTED = "\x1b[32m"
 
 
-def rounds(num: int = 12, seconds: float = 0.01) -> Iterator[Round]:
+def rounds(num: int = 12, seconds: float = 0.01) -> Iterator[ShownRound]:
     """Yield rounds of two lanes with the text "w0 w1 ...", the second lane twice as fast."""
     for at in range(num):
         word = f"w{at} "
-        yield Round("plain", [(word, "plain")], (at + 1) * seconds, at + 1, 100.0, at == num - 1)
-        yield Round("speculative", [(word, "accepted")], (at + 1) * seconds / 2, at + 1, 200.0, at == num - 1)
+        yield ShownRound("plain", [(word, "plain")], (at + 1) * seconds, at + 1, 100.0, at == num - 1)
+        yield ShownRound("speculative", [(word, "accepted")], (at + 1) * seconds / 2, at + 1, 200.0, at == num - 1)
 
 
 def console(width: int, height: int = 24) -> Console:
     return Console(file=StringIO(), force_terminal=True, width=width, height=height, color_system="standard", highlight=False)
 
 
-def drawn(view: RaceView, each: Iterator[Round]) -> str:
+def drawn(view: RaceView, each: Iterator[ShownRound]) -> str:
     view.show(each)
     return str(view.console.file.getvalue())  # type: ignore[attr-defined]
 
@@ -72,7 +72,7 @@ def test_an_empty_frame_is_shown_before_the_first_round() -> None:
     view = RaceView(console(80), TITLES, "x")
     seen: list[str] = []
 
-    def watched() -> Iterator[Round]:
+    def watched() -> Iterator[ShownRound]:
         seen.append(view.console.file.getvalue())  # type: ignore[attr-defined]
         yield from rounds()
 
@@ -95,5 +95,5 @@ def test_recorded_rounds_are_separated_from_later_ones() -> None:
 
 def test_brackets_are_not_markup_and_tabs_are_expanded() -> None:
     view = RaceView(console(80), TITLES, "[/bold]")
-    text = drawn(view, iter([Round("plain", [("a[/b]\tx[red]", "bonus")], 0.1, 1, 0.0, True)]))
+    text = drawn(view, iter([ShownRound("plain", [("a[/b]\tx[red]", "bonus")], 0.1, 1, 0.0, True)]))
     assert "a[/b]   x[red]" in text and "[/bold]" in text

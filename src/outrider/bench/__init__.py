@@ -1,4 +1,1 @@
-"""Benchmarks: speed, acceptance and equality of output, always against plain decoding in the same run.
-
-This package uses only the ``LLM`` facade.
-"""
+"""Benchmarks: speed, acceptance and equality of output, always against plain decoding in the same run."""

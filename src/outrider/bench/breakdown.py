@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from outrider.engine.stats import expected_speedup
 
@@ -48,20 +49,16 @@ class Rounds:
         if self.cost_ratio is None or self.expected is None:
             return None
         ms, plain = self.ms, self.plain_ms
-        base, took = plain["score"], plain["score"] * (self.k * self.cost_ratio + 1)
-        reached = {"acceptance": self.tau * base / took}
-        took = ms["draft"] + plain["score"]
-        reached["draft"] = self.tau * base / took
-        took = ms["draft"] + ms["score"]
-        reached["score"] = self.tau * base / took
-        for name in ("verify", "host"):
-            base, took = base + plain[name], took + ms[name]
-            reached[name] = self.tau * base / took
-        reached["other"] = measured
-        parts, before = {}, self.expected
-        for name in PARTS:
-            parts[name], before = reached[name] - before, reached[name]
-        return parts
+        base, took = plain["score"], ms["draft"] + ms["score"]
+        steps = {  # part -> milliseconds of a plain round and of a round with drafts; each replaces one assumption
+            "acceptance": (base, base * (self.k * self.cost_ratio + 1)),
+            "draft": (base, ms["draft"] + base),
+            "score": (base, took),
+            "verify": (base + plain["verify"], took + ms["verify"]),
+            "host": (base + plain["verify"] + plain["host"], took + ms["verify"] + ms["host"]),
+        }
+        speedups = [self.expected, *(self.tau * plain_ms / round_ms for plain_ms, round_ms in steps.values()), measured]
+        return {name: after - before for name, (before, after) in zip(PARTS, pairwise(speedups), strict=True)}
 
 
 def main_part(difference: Mapping[str, float]) -> str:

@@ -5,7 +5,9 @@ docs/bench.md defines each key.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +23,6 @@ if TYPE_CHECKING:
     from outrider.runner import ModelRunner
 
 MEGABYTE = 1e6
-DEFINITIONS = (
-    "tok_s: tokens / seconds, prefill included; decode_tok_s: after the first tokens; speedup: median of the ratios to "
-    "plain decoding within a repeat; *_interval: 95%, paired bootstrap over repeats and prompts; ms: milliseconds per round of "
-    "the batch; same_text: share of outputs equal to plain decoding's; expected_speedup: the formula's, for decoding, "
-    "at the measured alpha, c and mean K; difference: decode_speedup - expected_speedup by part; loop_share: share of tokens "
-    "in loops (a period of up to 32 tokens, repeated at least three times); before_loops: the same values for tokens before "
-    "the first loop of each output; all keys: docs/bench.md"
-)
 
 
 def document(
@@ -41,9 +35,16 @@ def document(
         **extra,
         "max_tokens": plan.max_tokens,
         "repeat": plan.repeat,
-        "definitions": DEFINITIONS,
+        "seed": plan.seed,
+        "prompt_digests": {name: _digest(prompts) for name, prompts in plan.workloads.items()},
+        "definitions": "docs/bench.md",
         "cells": cells(groups, bool(extra.get("same_text_mode"))),
     }
+
+
+def _digest(prompts: Sequence[list[int]]) -> str:
+    """Return a digest of the token ids of a workload's prompts."""
+    return sha256(json.dumps(prompts).encode()).hexdigest()[:16]
 
 
 def cells(groups: Sequence[Group], same_text_when_sampled: bool = False) -> list[dict[str, Any]]:

@@ -20,7 +20,8 @@ from outrider.errors import printable
 from outrider.registry import PLAIN
 
 FALSE_ALARMS = 0.05  # probability per comparison
-SETTINGS = ("target", "dtype", "weights", "device", "threads", "max_tokens", "same_text_mode")  # settings that should be equal
+# Settings that should be equal. Documents of earlier versions lack some.
+SETTINGS = ("target", "dtype", "weights", "device", "threads", "max_tokens", "same_text_mode", "verifier", "seed")
 MACHINE = ("device", "threads")
 COARSE = 0.1  # slowdown, as a share of the speed, that should be detected
 NO_CHANGE = "no significant change"
@@ -83,6 +84,7 @@ class Comparison:
     only_before: list[str]
     only_after: list[str]
     settings: dict[str, tuple[Any, Any]]  # settings that differ
+    other_prompts: list[str]  # workloads whose prompts differ
     level: float  # level of each interval
 
     @property
@@ -122,7 +124,9 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
     # Two intervals per cell, one for plain decoding, whose speedup is 1.
     num_intervals = sum(1 if is_plain(first[key]) else 2 for key in common)
     level = 1 - FALSE_ALARMS / max(num_intervals, 1)
-    settings = {name: (before.get(name), after.get(name)) for name in SETTINGS if before.get(name) != after.get(name)}
+    stated = [name for name in SETTINGS if name in before and name in after]
+    settings = {name: (before[name], after[name]) for name in stated if before[name] != after[name]}
+    digests = [document.get("prompt_digests", {}) for document in (before, after)]
     same_machine = settings.keys().isdisjoint(MACHINE)
 
     def changed(key: tuple[Any, ...], name: str) -> Change | None:
@@ -136,6 +140,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
         [_name(cell) for key, cell in first.items() if key not in second],
         [_name(cell) for key, cell in second.items() if key not in first],
         settings,
+        sorted(name for name in digests[0].keys() & digests[1] if digests[0][name] != digests[1][name]),
         level,
     )
 
@@ -196,6 +201,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "has_loss": comparison.has_loss,
         "level": comparison.level,
         "settings": {name: list(values) for name, values in comparison.settings.items()},
+        "other_prompts": comparison.other_prompts,
         "only_before": comparison.only_before,
         "only_after": comparison.only_after,
         "cells": [
@@ -209,6 +215,8 @@ def document(comparison: Comparison) -> dict[str, Any]:
 def notes(comparison: Comparison) -> Sequence[str]:
     """Return notes below the table."""
     lines = [f"{name} differs: {before} > {after}" for name, (before, after) in comparison.settings.items()]
+    if comparison.other_prompts:
+        lines.append(f"prompts differ: {', '.join(map(printable, comparison.other_prompts))}")
     if not comparison.settings.keys().isdisjoint(MACHINE):
         lines.append("different machines: compared by speedup, not by tokens per second")
     lines += [f"only in the first: {name}" for name in comparison.only_before]

@@ -47,18 +47,22 @@ class Contenders:
         self._policies: dict[Contender, LengthPolicy] = {}
         self._memories: dict[Contender, object] = {}  # proposer memory of each contender's own runs
 
-    def prepare(self, contender: Contender) -> None:
-        """Load what the method needs. Raises ``OutriderError`` for an unknown method or a draft that does not fit."""
+    def prepare(self, contender: Contender) -> Contender:
+        """Load what the method needs. Return the contender with at most the method's maximum number of drafts.
+
+        Raises ``OutriderError`` for an unknown method or a draft that does not fit.
+        """
         llm, method = self.llm, PLAIN if contender.is_plain else contender.method
         if method not in self._engines:
             draft = self._draft if PROPOSERS.get(split_method(method)[0]).takes_draft else None
             speculation = replace(llm.speculation, method=method, draft=draft, proposer=None)
             proposer = self._proposers.get(method) or build_proposer(speculation, llm.runner, llm.tokenizer)
             self._engines[method] = build_engine(speculation, llm.runner, proposer, FixedLength(0), llm.engine.scheduler)
+        proposer = self._engines[method].proposer
         if contender not in self._policies:
-            proposer = self._engines[method].proposer
             speculation = replace(llm.speculation, num_draft_tokens=0 if contender.is_plain else contender.k)
             self._policies[contender] = build_policy(speculation, llm.runner, proposer)
+        return replace(contender, k=min(contender.k, proposer.max_drafts)) if isinstance(contender.k, int) else contender
 
     def forget(self, contender: Contender | None = None) -> None:
         """Clear the memory of one contender, or of all: it would contain the output of a prompt that is repeated."""

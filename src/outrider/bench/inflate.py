@@ -54,6 +54,9 @@ def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if config.get("model_type") not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise OutriderError(f"cannot inflate a {config.get('model_type')} model: expected a Llama-shaped one ({known})")
+    kinds = config.get("layer_types")
+    if len(set(kinds)) > 1 if kinds else config.get("use_sliding_window"):
+        raise OutriderError(f"cannot inflate {source}: only some layers have a sliding window; expected layers of one type")
     _, weights = read_folder(source)
     narrow = next((name for name, weight in weights.items() if not weight.is_floating_point() or weight.itemsize < 2), None)
     if narrow is not None or config.get("quantization_config"):
@@ -170,7 +173,7 @@ def _write_config(out: Path, config: Mapping[str, Any], inflater: Inflater, para
             "seed": seed,
         },
     }
-    if "layer_types" in new:  # one entry per layer, all equal in the supported models
+    if "layer_types" in new:  # one entry per layer, all equal
         new["layer_types"] = [new["layer_types"][0]] * layers
     (out / "config.json").write_text(json.dumps(new, indent=2) + "\n")
 

@@ -87,8 +87,10 @@ class _Reader:
         self.noise = noise
 
     def __call__(self, weight: Tensor, num_rows: int, places: Sequence[Tensor], is_silent: bool = False) -> Tensor:
-        """[r, n * h] over n states -> [num_rows, n * H]: the rows of ``weight`` at each of ``places``, nothing read of second
-        copies, random elsewhere. Rows beyond give zero if ``is_silent``.
+        """Widen a matrix that reads n hidden states, [r, n * h], to [num_rows, n * H].
+
+        Its rows are at each of ``places``, and read no second copies; all other weights are random. With ``is_silent``, other
+        rows read nothing either, so that their outputs are zero.
         """
         blocks = weight.split(self.small, 1)
         wide = self.noise(num_rows, len(blocks) * self.large)

@@ -120,10 +120,13 @@ class Race:
 
     @property
     def first_difference(self) -> int | None:
-        """Return ``first_difference`` of the lanes' outputs."""
-        return first_difference(*(lane.output for lane in self.lanes))
+        """Return ``first_difference`` of the outputs, as far as both lanes ran: a race may be stopped."""
+        one, other = (lane.output for lane in self.lanes)
+        return first_difference(one[: len(other)], other[: len(one)])
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Return the first position at which two token sequences differ, or None if one is a prefix of the other."""
-    return next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), None)
+    """Return the first position at which two token sequences differ, the shorter length if one is a prefix; None if equal."""
+    shorter = min(len(first), len(second))
+    at = next((at for at in range(shorter) if first[at] != second[at]), shorter)
+    return None if at == len(first) == len(second) else at

@@ -54,8 +54,15 @@ def num_params(size: str) -> int:
 
 
 def shape_for(config: Mapping[str, Any], params: int) -> Shape:
-    """Return a typical shape (Qwen3, Llama 3) of about ``params`` parameters that can hold the source."""
+    """Return a typical shape (Qwen3, Llama 3) of about ``params`` parameters that can hold the source.
+
+    Raises ``OutriderError`` for fewer parameters than the source has.
+    """
     small = source_shape(config)
+    own = count_params(config, small)
+    if params < own:
+        what = f"a model of {own / 1e9:.3g} B parameters to {params / 1e9:.3g} B"
+        raise OutriderError(f"cannot inflate {what}: give a larger size")
     dim = head_dim(config)
     wanted, layers = next(
         row[1:] for row in ((2e8, 512, 24), (2.5e9, 1024, 28), (6e9, 2048, 32), (math.inf, 4096, 36)) if params < row[0]

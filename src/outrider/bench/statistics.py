@@ -29,10 +29,6 @@ class Timings:
     def of(cls, tokens: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> Timings:
         return cls(np.asarray(tokens, dtype=np.float64), np.asarray(seconds, dtype=np.float64))
 
-    def speeds(self) -> Array:
-        """Return tokens per second of each repeat over all prompts: [repeats]."""
-        return _ratio(self.tokens.sum(-1), self.seconds.sum(-1))
-
 
 def speed_interval(timings: Timings) -> Interval | None:
     """Return the interval of the median speed over resampled repeats and prompts; None with only one of each."""

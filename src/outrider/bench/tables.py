@@ -67,7 +67,7 @@ REASONS: Columns = {
     "mostly": reason,
     "first": lambda cell: number((cell["time_to_first_token_ms"] or {}).get("p50"), 0),
     "between": lambda cell: "{p50:.1f}/{p95:.1f}".format(**cell["inter_token_ms"]) if cell["inter_token_ms"] else "",
-    "plain": lambda cell: "" if cell["prediction_error_percent"] is None else f"{cell['prediction_error_percent']:+.0f}%",
+    "error": lambda cell: "" if cell["prediction_error_percent"] is None else f"{cell['prediction_error_percent']:+.0f}%",
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -63,6 +63,17 @@ def builtin(workload: str, num_prompts: int | None = None) -> list[Prompt]:
         return [Prompt(CHAT, messages=tuple(json.loads(line)["messages"])) for line in lines][:num_prompts]
     text = folder.joinpath(f"{workload}.txt").read_text(encoding="utf-8")
     return [Prompt(workload, item.rstrip("\n")) for item in text.split(SEPARATOR)][:num_prompts]
+
+
+def grouped(path: Path | None, names: Sequence[str], most: int) -> dict[str, list[Prompt]]:
+    """Return workload -> its first ``most`` prompts: of a JSONL file, or without one of the built-in workloads ``names``."""
+    prompts = [each for name in names for each in builtin(name)] if path is None else from_file(path)
+    found: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        group = found.setdefault(prompt.workload, [])
+        if len(group) < most:
+            group.append(prompt)
+    return found
 
 
 def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:

@@ -8,6 +8,7 @@ failed in ``bench serve``; 2 invalid arguments; 3 a check failed: ``doctor`` fou
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -49,7 +50,9 @@ def build_app() -> typer.Typer:
 
     @app.callback()
     def options(
-        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+        debug: Annotated[
+            bool, typer.Option("--debug", help="Show tracebacks, also of failures that do not end the command.")
+        ] = False,
         version: Annotated[
             bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
         ] = False,
@@ -81,12 +84,13 @@ def _print_version(wanted: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. An error is one line on stderr; ``--debug`` adds the traceback."""
+    """Run one command and return its exit code. An error is one line on stderr; ``--debug`` adds tracebacks."""
     args = list(sys.argv[1:] if argv is None else argv)
     own = args[: args.index("--")] if "--" in args else args  # arguments after -- are for another engine
     debug = "--debug" in own
     if debug:  # accepted before and after the command name
         args = [argument for argument in own if argument != "--debug"] + args[len(own) :]
+        logging.getLogger("outrider").setLevel(logging.DEBUG)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - the parent process may have closed it
     gc.disable()  # saves 0.5 s of imports; session.load enables it again

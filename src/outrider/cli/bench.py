@@ -13,7 +13,7 @@ import typer
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.app import handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err, progress, waiting
+from outrider.cli.console import err, progress, say, waiting
 from outrider.cli.options import (
     MethodOptions,
     ModelOptions,
@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 
     from outrider.bench.contenders import Contender, Contenders
     from outrider.bench.grid import GridPlan, Group
+    from outrider.bench.workloads import Prompt
     from outrider.engine.llm import LLM
 
 MAX_BUSY = 1024
-NUM_PROMPTS = 4  # default, if it is a batch
+NUM_PROMPTS = 4  # Default, raised to the largest batch.
 EXAMPLES = """Examples:
 
 outrider bench
@@ -104,7 +105,7 @@ def command(
     from outrider.bench.contenders import Contenders
     from outrider.bench.grid import GridPlan, run_grid
     from outrider.bench.workloads import encode
-    from outrider.cli.session import check_lengths, inflatable, inflated, load_plain, resolve
+    from outrider.cli.session import check_lengths, inflatable, inflate_with_heads, load_plain, resolve
 
     check_outputs({"--out": outputs.out, "--html": outputs.html}, [grid.prompts], report=outputs.html)
     if grid.inflate is not None:
@@ -113,22 +114,22 @@ def command(
     temperatures = parse_list("--temperature", grid.temperature, float)
     batches = parse_list("--batch", grid.batch, int)
     busy = parse_list("--busy", grid.busy, int)
-    check_axes(temperatures, batches, busy)
+    check_axes(temperatures, batches, busy, (grid.seed, grid.seed + grid.repeat - 1))
     prompts = read_workloads(grid, max(batches))
     chosen = parse_contenders(grid, models)
     methods = [contender.method for contender in chosen]
-    models, drafts, extra = inflated(models, methods, given, grid.inflate)
+    models, drafts, extra = inflate_with_heads(models, methods, given, grid.inflate)
     given |= drafts
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
     llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=given["drafts"])
     encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
-    plan = GridPlan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     for workload, token_ids in encoded.items():
         check_lengths(token_ids, llm, grid.max_tokens, f"--max-tokens {grid.max_tokens}", f" of {workload!r}")
     name = Path(models.target).name if models.target and grid.inflate else models.target or "embedded"  # no cache path
-    extra |= {"same_text_mode": models.same_text, "name": name}
+    extra |= {"same_text_mode": models.same_text, "verifier": llm.speculation.verifier, "name": name}
     contenders = Contenders(llm, given.get("draft"))
-    prepare(contenders, chosen)
+    chosen = prepare(contenders, chosen)
+    plan = GridPlan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     groups: list[Group] = []
     try:
         with progress() as report:
@@ -142,12 +143,20 @@ def command(
     finish(plan, groups, llm, extra, outputs)
 
 
-def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> None:
-    """Load every method before any is warmed up. Raises ``OutriderError`` for one that does not fit the target."""
+def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> tuple[Contender, ...]:
+    """Load every method before any is warmed up. Return the distinct contenders, with K up to the maximum of each method.
+
+    Raises ``OutriderError`` for a method that does not fit the target.
+    """
+    found = []
     with waiting("preparing the methods"):
         for contender in chosen:
             with errors_as(contender.method, OutriderError, detail=str):
-                contenders.prepare(contender)
+                found.append(contenders.prepare(contender))
+    for contender, possible in zip(chosen, found, strict=True):
+        if possible != contender:
+            say(f"{contender.label} is reduced to k={possible.k}, the maximum of the method")
+    return tuple(dict.fromkeys(found))
 
 
 def finish(plan: GridPlan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], outputs: OutputOptions) -> None:
@@ -186,7 +195,7 @@ def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender
     return tuple(contender for contender in found if not contender.is_plain)
 
 
-def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Any]]:
+def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Prompt]]:
     """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early.
 
     Raises ``OutriderError`` for a workload without a whole batch of the largest size, ``batch``.
@@ -194,14 +203,7 @@ def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Any]]:
     from outrider.bench import workloads
 
     names = workload_names(grid.prompts, grid.workloads)
-    prompts = [each for name in names for each in workloads.builtin(name)]
-    if grid.prompts is not None:
-        prompts = workloads.from_file(grid.prompts)
-    found: dict[str, list[Any]] = {}
-    for prompt in prompts:
-        group = found.setdefault(prompt.workload, [])
-        if len(group) < (grid.num_prompts or max(NUM_PROMPTS, batch)):
-            group.append(prompt)
+    found = workloads.grouped(grid.prompts, names, grid.num_prompts or max(NUM_PROMPTS, batch))
     for name, group in found.items():
         if len(group) < batch:
             raise OutriderError(
@@ -211,11 +213,12 @@ def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Any]]:
     return found
 
 
-def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequence[int]) -> None:
+def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequence[int], seeds: Sequence[int]) -> None:
     """Check ranges before a model is loaded or inflated."""
-    for temperature in temperatures:
-        read_option(SamplingParams, "temperature", temperature)
+    for name, values in {"temperature": temperatures, "seed": seeds}.items():
+        for value in values:
+            read_option(SamplingParams, name, value)
     check_counts(batch=min(batches))
     if min(busy) < 0 or max(busy) > MAX_BUSY:
-        value = ",".join(map(str, busy))
-        raise OutriderError(f"invalid --busy {value}: expected numbers of processes from 0 to {MAX_BUSY}")
+        shown = ",".join(map(str, busy))
+        raise OutriderError(f"invalid --busy {shown}: expected numbers of processes from 0 to {MAX_BUSY}")

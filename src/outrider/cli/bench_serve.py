@@ -121,10 +121,7 @@ def read_traffic(load: LoadOptions) -> Traffic:
     for name in ("max_tokens", "temperature", "seed"):
         read_option(SamplingParams, name, getattr(load, name))
     names = workload_names(load.prompts, load.workloads)
-    if load.prompts is not None:
-        kinds = [workloads.from_file(load.prompts, load.num_prompts)]
-    else:
-        kinds = [workloads.builtin(name, load.num_prompts) for name in names]
+    kinds = list(workloads.grouped(load.prompts, names, load.num_prompts).values())
     longest = max(map(len, kinds))
     mixed = [workloads.as_text(kind[index]) for index in range(longest) for kind in kinds if index < len(kind)]
     story = "\n".join(workloads.as_text(prompt) for prompt in workloads.builtin("story"))
@@ -188,15 +185,15 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
 def inflated_plan(plan: Plan, size: str) -> Plan:
     """Return the plan for its target inflated to this size, with the heads of its method inflated like it.
 
-    Raises ``OutriderError`` for a target that is no folder, and for a method whose parts have different drafts but name none.
+    Raises ``OutriderError`` if the target is not a folder, or if the two parts of the method use different unnamed drafts.
     """
-    from outrider.cli.session import auto_method, inflated, resolve
+    from outrider.cli.session import auto_method, inflate_with_heads, resolve
     from outrider.engine.methods import methods_in
 
     models = ModelOptions(target=plan.given("target"), draft=plan.given("draft"))
     arguments = resolve(models, MethodOptions())
     (method,) = methods_in(plan.given("method") or AUTO, lambda: auto_method(models))
-    large, found, _ = inflated(models, [method], arguments, size)
+    large, found, _ = inflate_with_heads(models, [method], arguments, size)
     name, options = split_method(method)
     used = PROPOSERS.get(name).drafts_in(options, models.draft, arguments["drafts"])
     own = {str(found["drafts"].get(str(draft), draft)) for draft in used if str(draft) not in options.values()}

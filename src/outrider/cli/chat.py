@@ -67,7 +67,6 @@ def command(
                 interrupt = _answer(llm, history, question, params, show)
             except OutriderError as error:  # a failed answer must not end the conversation
                 say_error(str(error))
-                history.pop()
             else:
                 if isinstance(interrupt, Terminated):
                     raise interrupt
@@ -98,15 +97,19 @@ def _ask() -> str | None:
 def _answer(
     llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams, show: bool
 ) -> KeyboardInterrupt | None:
-    """Answer a question and append both to the history. Returns the interrupt that ended the answer early, or None."""
-    history.append({"role": "user", "content": question})
-    text, interrupt = stream_to_screen(llm, _fitting_prompt(llm, history, params.max_tokens), params, show)
-    history.append({"role": "assistant", "content": text})
+    """Answer a question and append both to the history. Returns the interrupt that ended the answer early, or None.
+
+    An error leaves the history unchanged: a question that alone exceeds the context must not erase the conversation.
+    """
+    turns = [*history, {"role": "user", "content": question}]
+    prompt = _fitting_prompt(llm, turns, params.max_tokens)
+    text, interrupt = stream_to_screen(llm, prompt, params, show)
+    history[:] = [*turns, {"role": "assistant", "content": text}]
     return interrupt
 
 
 def _fitting_prompt(llm: LLM, history: list[dict[str, str]], max_tokens: int) -> list[int]:
-    """Return the prompt of the conversation. Drops the oldest turns, except system messages, until it fits."""
+    """Return the prompt of the conversation. Deletes the oldest turns, except system messages, until it fits."""
     room = llm.runner.max_len - min(max_tokens, llm.runner.max_len // 2)
     while len(prompt := llm.chat_prompt(history)) > room:
         first = 1 if history[0]["role"] == "system" else 0

@@ -60,7 +60,7 @@ def command(
     inflate: str | None = flag("Race at the cost of a larger model, such as 350m, 1b or 8b; not for GGUF files.", panel="Race"),
 ) -> None:
     """Run plain and speculative decoding side by side: show both outputs and speeds, and whether the outputs are equal."""
-    from outrider.cli.session import auto_method, inflatable, inflated, load, read_prompt, resolve, start
+    from outrider.cli.session import auto_method, inflatable, inflate_with_heads, load, read_prompt, resolve, start
     from outrider.engine.methods import methods_in
 
     start()
@@ -74,7 +74,7 @@ def command(
         inflatable(models)
         given = resolve(models, methods)
         drafting = methods_in(methods.method or AUTO, lambda: auto_method(models))
-        models, drafts, _ = inflated(models, drafting, given, inflate)
+        models, drafts, _ = inflate_with_heads(models, drafting, given, inflate)
     llm = load(models, methods, **drafts, max_batch=2, prefix_cache=False, compile=models.compile or "always")
     from outrider.bench.contenders import Contender
     from outrider.bench.race import Race
@@ -100,7 +100,7 @@ def command(
         say(f"the target was padded to the cost of a {inflate.upper()} model, which changes no token")
     elif models.target is None:
         say("a larger target gains more; the same text at the cost of a 1B model: outrider compare --inflate 1b")
-    sentence = verdict(llm.tokenizer, plain.output, speculative.output, params.is_greedy, models.same_text)
+    sentence = verdict(llm, plain.output, speculative.output, params.is_greedy, is_lossless)
     err.print(sentence, markup=False, soft_wrap=True)  # tokens may contain markup
 
 
@@ -148,7 +148,7 @@ def write(race: Race, text: str) -> None:
 
 def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
     """Return a table of speed and acceptance of both lanes, excluding the first tokens."""
-    from outrider.bench.tables import bare_table, round_ms
+    from outrider.bench.tables import add_row, bare_table, round_ms
 
     view = bare_table()
     for name in ("", "tokens", "first token", "tok/s", "speedup", "tok/pass", "accepted", "ms"):
@@ -156,7 +156,7 @@ def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
     plain = lanes[0]
     for lane in lanes:
         stats = lane.stats
-        view.add_row(
+        entries = [
             titles[lane.name],
             str(len(lane.output)),
             f"{1e3 * lane.first_seconds:.0f} ms",
@@ -165,7 +165,8 @@ def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
             f"{stats.mean_acceptance_length:.2f}",
             "" if lane is plain else f"{stats.acceptance_rate:.0%}",
             round_ms(stats.ms_per_round),
-        )
+        ]
+        add_row(view, entries)
     return view
 
 
@@ -180,25 +181,24 @@ def why_slower(plain: GenerationStats, speculative: GenerationStats) -> str | No
     )
 
 
-def verdict(tokenizer: Any, plain: list[int], speculative: list[int], is_greedy: bool, same_text: bool) -> str:
+def verdict(llm: LLM, plain: list[int], speculative: list[int], is_greedy: bool, is_lossless: bool) -> str:
     """Return a sentence on whether two token sequences are equal and, if not, where they differ and why."""
     from outrider.bench.race import first_difference
 
-    if plain == speculative:
+    at = first_difference(plain, speculative)
+    if at is None:
         kind = "" if is_greedy else "sampled "
         return f"Same text: yes, all {len(plain)} {kind}tokens are equal."
-    if not is_greedy and not same_text:
+    if not is_lossless:
+        return "Same text: no, as expected: the verifier is lossy, so the outputs follow different distributions."
+    if not is_greedy and not llm.speculation.same_text:
         return "Same text: no, as expected: both are samples of the same distribution (--same-text makes them equal)."
-    at = first_difference(plain, speculative)
-    at = min(len(plain), len(speculative)) if at is None else at
+    tokenizer: Any = llm.tokenizer  # a target without one was refused
 
     def word(ids: list[int]) -> str:
-        return repr(tokenizer.decode(ids[at : at + 1])) if tokenizer is not None and at < len(ids) else "the end"
+        return repr(tokenizer.decode(ids[at : at + 1])) if at < len(ids) else "the end"
 
     line = f"Same text: no. The first {at} tokens are equal, then plain has {word(plain)} and speculative {word(speculative)}."
-    if same_text:
-        return line + " This should not happen with --same-text: please report it."
-    return (
-        line
-        + " Passes of different widths round differently, and the two tokens are almost equally likely here; see --same-text."
-    )
+    if llm.runner.is_row_invariant:
+        return f"{line} This should not happen: please report it."
+    return f"{line} Passes of different widths round differently here, and the two tokens are almost equally likely."

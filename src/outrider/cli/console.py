@@ -81,10 +81,12 @@ def say(line: str) -> None:
 
 
 class _Notices(logging.Handler):
-    """Logging handler that prints each message as a dim line, and progress messages as the spinner's text."""
+    """Logging handler that prints each message as a dim line, with its traceback, and progress as the spinner's text."""
 
     def emit(self, record: logging.LogRecord) -> None:
         spinner, message = _screen.spinner, in_flags(record.getMessage())
+        if record.exc_info:
+            message += "\n" + logging.Formatter().formatException(record.exc_info)
         if spinner is None:
             say(message)
         elif getattr(record, "is_progress", False):
@@ -129,7 +131,7 @@ def show_notices() -> None:
     logger = logging.getLogger("outrider")
     if not any(isinstance(handler, _Notices) for handler in logger.handlers):
         logger.addHandler(_Notices())
-        logger.setLevel(logging.INFO)
+        logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))  # --debug sets a lower one
         logger.propagate = False
 
 

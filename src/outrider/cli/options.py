@@ -118,7 +118,7 @@ def with_groups(command: Callable[..., Result], panel: str | None = None) -> Cal
     """Let a command take option groups: each dataclass parameter becomes one option per field.
 
     A parameter ``Annotated[dict[str, Any], Config]`` has the options of ``Config`` and receives those that were given.
-    Fields are declared by ``given``, ``flag`` or ``outrider.options.option``; other fields are no options. A class attribute
+    Fields are declared by ``given``, ``flag`` or ``outrider.options.option``; other fields are not options. A class attribute
     ``panel`` of the dataclass is the heading of its options in the help; the argument ``panel`` is that of all other options.
     """
     hints = get_type_hints(command, include_extras=True)

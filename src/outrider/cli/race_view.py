@@ -29,7 +29,7 @@ EXTRA_LINES = 4  # lines below the lanes, including the prompt
 
 
 @dataclass(frozen=True)
-class Round:
+class ShownRound:
     """Text that one round added to a lane, and the lane's statistics afterwards."""
 
     lane: str
@@ -40,12 +40,12 @@ class Round:
     is_last: bool
 
 
-def shown_rounds(steps: Iterable[Step], painters: dict[str, TokenPainter]) -> Iterator[Round]:
+def shown_rounds(steps: Iterable[Step], painters: dict[str, TokenPainter]) -> Iterator[ShownRound]:
     """Convert the steps of a race to coloured pieces of text and statistics."""
     for step in steps:
         lane = step.lane
         pieces = painters[lane.name].pieces(step.emission)
-        yield Round(lane.name, pieces, lane.clock, len(lane.output), lane.stats.tok_s, lane.finish_reason is not None)
+        yield ShownRound(lane.name, pieces, lane.clock, len(lane.output), lane.stats.tok_s, lane.finish_reason is not None)
 
 
 @dataclass
@@ -54,9 +54,9 @@ class LaneView:
 
     title: str
     text: Text = field(default_factory=Text)
-    last: Round | None = None
+    last: ShownRound | None = None
 
-    def add(self, round_: Round) -> None:
+    def add(self, round_: ShownRound) -> None:
         for piece, origin in round_.pieces:
             self.text.append(piece.expandtabs(4).replace("\r", ""), STYLES[origin])
         self.last = round_
@@ -92,7 +92,7 @@ class RaceView:
         self.lanes = {name: LaneView(title) for name, title in titles.items()}
         self.note = ""
 
-    def show(self, rounds: Iterator[Round]) -> None:
+    def show(self, rounds: Iterator[ShownRound]) -> None:
         """Show a race live, or replay it slowly if it is too short to watch. Prints the complete texts at the end."""
         self.note = "running"
         with Live(self._picture(self._lines()), console=self.console, auto_refresh=False, transient=True) as live:
@@ -104,7 +104,7 @@ class RaceView:
                 self._follow(live, recorded, rounds)
         self.console.print(self._picture(lines=None))
 
-    def _play_back(self, live: Live, rounds: list[Round]) -> None:
+    def _play_back(self, live: Live, rounds: list[ShownRound]) -> None:
         slowed = SHOWN / max([1e-9, *(round_.clock for round_ in rounds)])
         self.note = f"shown {slowed:.0f} times slower than it ran"
         started, upcoming = time.monotonic(), sorted(rounds, key=lambda round_: round_.clock)
@@ -115,7 +115,7 @@ class RaceView:
             live.update(self._picture(self._lines()), refresh=True)
             time.sleep(1 / FRAMES)
 
-    def _follow(self, live: Live, recorded: list[Round], rounds: Iterator[Round]) -> None:
+    def _follow(self, live: Live, recorded: list[ShownRound], rounds: Iterator[ShownRound]) -> None:
         drawn = 0.0
         for round_ in recorded:
             self._add(round_)
@@ -125,7 +125,7 @@ class RaceView:
                 live.update(self._picture(self._lines()), refresh=True)
                 drawn = time.monotonic()
 
-    def _add(self, round_: Round) -> None:
+    def _add(self, round_: ShownRound) -> None:
         self.lanes[round_.lane].add(round_)
 
     def _lines(self) -> int:
@@ -151,7 +151,9 @@ class RaceView:
         return Text("\n".join(line[-300:] for line in lines), style="dim")
 
 
-def taken(rounds: Iterator[Round], seconds: float, clock: Callable[[], float] = time.monotonic) -> tuple[list[Round], bool]:
+def taken(
+    rounds: Iterator[ShownRound], seconds: float, clock: Callable[[], float] = time.monotonic
+) -> tuple[list[ShownRound], bool]:
     """Return the rounds of the next ``seconds``, and whether the race ended."""
     started, found = clock(), []
     for round_ in rounds:

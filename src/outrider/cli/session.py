@@ -20,7 +20,7 @@ from outrider.errors import OutriderError, check_text, errors_as
 from outrider.family import TARGET, drafts
 from outrider.files import expanded, not_a_model_folder
 from outrider.memory import weight_files
-from outrider.method_text import split_method, split_methods
+from outrider.method_text import is_draft_option, split_method, split_methods
 from outrider.options import declared
 from outrider.registry import AUTO, PLAIN, PROPOSERS, VERIFIERS
 from outrider.runner.config import RunnerConfig
@@ -200,7 +200,7 @@ def check_draft(draft: str | None) -> None:
 def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     """Load target and draft. ``more`` is passed to ``LLM``."""
     arguments = resolve(models, methods, more.get("drafts")) | more
-    _stay_offline(models, [methods.method or ""])
+    _stay_offline(models, [methods.method or ""], arguments["drafts"])
     return _loaded(models.target, arguments)
 
 
@@ -212,7 +212,7 @@ def load_plain(models: ModelOptions, methods: Iterable[str], **more: Any) -> LLM
     """
     arguments = resolve(replace(models, draft=None), MethodOptions()) | more
     arguments |= {"compile": models.compile or "always", "prefix_cache": False}
-    _stay_offline(models, methods)
+    _stay_offline(models, methods, arguments["drafts"])
     return _loaded(models.target, arguments | {"method": PLAIN})
 
 
@@ -224,9 +224,10 @@ def _loaded(target: str | None, arguments: dict[str, Any]) -> LLM:
         return LLM(target, **arguments)
 
 
-def _stay_offline(models: ModelOptions, methods: Iterable[str]) -> None:
-    """Disable hub access if all models and all drafts that the methods name are local folders."""
-    named = [value for method in methods for value in split_method(method)[1].values() if "/" in value]
+def _stay_offline(models: ModelOptions, methods: Iterable[str], drafts: Collection[str]) -> None:
+    """Disable hub access if all models and all drafts that the methods name are local folders or names in ``drafts``."""
+    options = [option for method in methods for option in split_method(method)[1].items()]
+    named = [value for name, value in options if is_draft_option(name) and value not in drafts]
     sources = (models.target, models.draft, *named)
     is_set = "HF_HUB_OFFLINE" in os.environ
     if not is_set and not models.download_draft and all(source is None or expanded(source).is_dir() for source in sources):
@@ -244,17 +245,6 @@ def inflatable(models: ModelOptions) -> Path:
     return source
 
 
-def inflate_target(models: ModelOptions, size: str) -> tuple[ModelOptions, dict[str, Any]]:
-    """Return options with the target inflated to a larger model's cost, and the fields that describe it in the results."""
-    from outrider.bench.inflate import inflated
-
-    source = inflatable(models)
-    show_notices()
-    folder = inflated(source, size)
-    note = json.loads((folder / "config.json").read_text())["outrider_inflated"]
-    return replace(models, target=str(folder)), {"inflated": {"size": size, **note}}
-
-
 def inflated_draft(source: str, target: str) -> str:
     """Return a head inflated like the inflated target; other drafts are unchanged."""
     from outrider.bench.inflate_heads import inflated_head
@@ -264,7 +254,7 @@ def inflated_draft(source: str, target: str) -> str:
     return source if kind_of(Path(source)) in (None, MODEL) else str(inflated_head(source, Path(target)))
 
 
-def inflated(
+def inflate_with_heads(
     models: ModelOptions, methods: Iterable[str], arguments: Mapping[str, Any], size: str | None
 ) -> tuple[ModelOptions, dict[str, Any], dict[str, Any]]:
     """Return options with the target inflated, the arguments of ``LLM`` that name drafts, and the fields for the results.
@@ -273,16 +263,22 @@ def inflated(
     """
     if size is None:
         return models, {}, {}
-    models, note = inflate_target(models, size)
+    from outrider.bench.inflate import inflated
+
+    source = inflatable(models)
+    show_notices()
+    target = inflated(source, size)
+    note = {"size": size} | json.loads((target / "config.json").read_text())["outrider_inflated"]
     draft, drafts = arguments.get("draft"), arguments["drafts"]
     used: list[object] = []
     for method in methods:
         name, options = split_method(method)
         used += PROPOSERS.get(name).drafts_in(options, draft, drafts)
-    large = {source: inflated_draft(source, str(models.target)) for source in set(map(str, used))}
+    large = {source: inflated_draft(source, str(target)) for source in set(map(str, used))}
     shipped = {name: large.get(str(source), source) for name, source in drafts.items()}
-    found = {"drafts": large | shipped}
-    return models, found if draft is None else found | {"draft": large.get(str(draft), draft)}, note
+    found: dict[str, Any] = {"drafts": large | shipped}
+    found |= {} if draft is None else {"draft": large.get(str(draft), draft)}
+    return replace(models, target=str(target)), found, {"inflated": note}
 
 
 @contextmanager

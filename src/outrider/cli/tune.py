@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PLAN = "plan.toml"
 MAX_TOKENS = 96  # default limit per answer
-NUM_PROMPTS, NUM_GROUPS = 16, 4  # default, if it is so many batches: of fewer the noise is not known well enough
+NUM_PROMPTS, NUM_GROUPS = 16, 4  # Default: 16 prompts, but at least 4 batches, to estimate the noise.
 EXAMPLES = """Examples:
 
 outrider tune --traffic requests.jsonl

@@ -101,7 +101,7 @@ class GuardedProposer:
                 verdict = _in_tree(verdict, [self._nodes[request_id] for request_id in context.request_ids])
             self._proposer.commit(context, verdict)
         except Exception as error:
-            self._pause(context.requests, f"{type(error).__name__}: {error}")
+            self._pause(context.requests, error)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Drop the state of requests."""
@@ -185,9 +185,9 @@ class GuardedProposer:
         """Pause the requests that caused an error: those that it names, otherwise all."""
         named = error.request_ids if isinstance(error, RequestFault) else ()
         at_fault = [request for request in requests if request.request_id in named] or requests
-        self._pause(at_fault, f"{type(error).__name__}: {error}")
+        self._pause(at_fault, error)
 
-    def _pause(self, requests: Sequence[Request], reason: str) -> None:
+    def _pause(self, requests: Sequence[Request], reason: str | Exception) -> None:
         """Pause drafting for requests and drop the proposer's state for them."""
         ids = [request.request_id for request in requests]
         for request in requests:
@@ -196,6 +196,9 @@ class GuardedProposer:
             drafting.paused_until = self._round_index - 1 + (FIRST_PAUSE << min(drafting.num_faults, MAX_DOUBLINGS))
             drafting.num_faults += 1
         self._report(ids)
+        if isinstance(reason, Exception):
+            logger.debug("proposer %r failed", self._proposer.name, exc_info=reason)
+            reason = f"{type(reason).__name__}: {reason}"
         logger.warning("proposer %r failed; no drafts for requests %s: %s", self._proposer.name, ", ".join(ids), reason)
         self._drop(ids, self._proposer.release)
 

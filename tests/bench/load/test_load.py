@@ -192,6 +192,7 @@ def test_refused_requests_count_as_failures_without_tokens() -> None:
     server = FakeServer(limit=2)
     cell = found(swept(server, Load(concurrency=4), repeat=1))[SPECULATIVE]
     assert cell["failed"] > 0 and cell["errors"] == ["429: the server is busy"]
+    assert 0 < cell["requests_s"] == pytest.approx(cell["goodput_s"])  # of answered requests, which all meet the objective
     assert cell["good_share"] == 1 - cell["failed"] / cell["requests"]
 
 
@@ -229,7 +230,8 @@ def test_prompts_have_unique_beginnings_except_the_shared_prefix() -> None:
     swept(server, Load(concurrency=3), shared_prefix="once upon a time")
     measured = [body["prompt"] for body in server.bodies if body["max_tokens"] == 9]
     assert len({prompt[:10] for prompt in measured}) == 4  # two repeats of two modes
-    assert all(prompt[11:].startswith("once upon a time\n") for prompt in measured)
+    assert all(prompt[11:].startswith("once upon a time\n# ") for prompt in measured)
+    assert len({prompt[:38] for prompt in measured}) == len(measured)  # unique after the shared prefix
 
 
 def test_progress_estimates_the_rest_and_an_interrupt_keeps_finished_runs() -> None:
@@ -455,3 +457,11 @@ def test_an_own_server_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OutriderError, match="did not start"), own_server.own_server([]):
         pass
     assert seen and KEYS_VARIABLE not in seen
+
+
+def test_the_prompts_of_a_file_are_limited_and_mixed_by_workload(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    lines = [{"prompt": f"{name}{at}", "workload": name} for name in ("a", "b") for at in range(3)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    traffic = bench_serve.read_traffic(bench_serve.LoadOptions(prompts=file, num_prompts=2))
+    assert traffic.prompts == ["a0", "b0", "a1", "b1"]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from outrider.bench.load.client import Sample
 from outrider.bench.load.counters import Counters
-from outrider.bench.load.sweep import Group, Run
+from outrider.bench.load.sweep import Group, LoadRun
 from outrider.bench.statistics import percentiles
 from outrider.registry import PLAIN
 
@@ -20,7 +21,7 @@ class Objective:
     first_token: float = 2.0
     token: float = 0.2  # mean after the first chunk
 
-    def holds(self, sample: Any) -> bool:
+    def holds(self, sample: Sample) -> bool:
         """Return whether a response met the targets."""
         first, token = sample.first_token_seconds, sample.token_seconds
         return sample.error is None and first is not None and first <= self.first_token and (token or 0.0) <= self.token
@@ -54,7 +55,7 @@ def _cell(group: Group, mode: str, objective: Objective) -> dict[str, Any]:
         "repeat_tok_s": speeds,
         "speedup": median(ratios) if ratios else None,
         "repeat_speedup": ratios,
-        "requests_s": median([_ratio(len(run.samples), run.seconds) for run in runs]),
+        "requests_s": median([_ratio(sum(sample.error is None for sample in run.samples), run.seconds) for run in runs]),
         "goodput_s": median(good),
         "good_share": sum(map(objective.holds, samples)) / len(samples),
         "first_token_ms": first,
@@ -66,7 +67,7 @@ def _cell(group: Group, mode: str, objective: Objective) -> dict[str, Any]:
     }
 
 
-def speed(run: Run) -> float:
+def speed(run: LoadRun) -> float:
     """Return the tokens of all responses per second."""
     return _ratio(sum(sample.num_tokens for sample in run.samples if sample.error is None), run.seconds)
 
@@ -75,7 +76,7 @@ def _ratio(above: float, below: float) -> float:
     return above / below if below else 0.0
 
 
-def _p95_ratio(first: Mapping[str, float] | None, plain: Sequence[Run] | None) -> float | None:
+def _p95_ratio(first: Mapping[str, float] | None, plain: Sequence[LoadRun] | None) -> float | None:
     if plain is None or first is None:
         return None
     base = _milliseconds([sample.first_token_seconds for run in plain for sample in run.samples if sample.error is None])
@@ -87,7 +88,7 @@ def _milliseconds(seconds: Iterable[float | None], weights: Sequence[float] | No
     return percentiles([1000 * each for each in seconds if each is not None], weights)
 
 
-def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:
+def _acceptance(runs: Sequence[LoadRun]) -> dict[str, Any]:
     """Return acceptance over all repeats, from the server's counters or else from the usage in responses."""
     counted = [run.counted for run in runs if run.counted is not None]
     if len(counted) == len(runs):

@@ -44,7 +44,10 @@ class Client:
     """HTTP client for one server."""
 
     def __init__(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> None:
-        """``body``: common fields of all requests. All chunks count as equally long if the server states no tokens for each."""
+        """``body``: common fields of all requests.
+
+        Without token counts per chunk, the answer's tokens are divided equally among its chunks.
+        """
         self.http, self.body = http, body
 
     async def ask(self, prompt: str, **more: Any) -> Sample:

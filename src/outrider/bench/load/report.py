@@ -12,13 +12,6 @@ from outrider.bench.load.sweep import Sweep
 from outrider.bench.provenance import origin
 from outrider.bench.tables import fill, number, table_of
 
-DEFINITIONS = (
-    "tok_s: tokens of all responses / seconds from the first request to the last token, median of the repeats; speedup: "
-    "median of the ratios to plain within a repeat; first_token_ms: from the request to its first token; inter_token_ms: over "
-    "tokens, the pause before them / number that arrived together; goodput_s: requests per second that met the objective; "
-    "mean_acceptance_length: 1 + accepted / rounds with drafts, as in vLLM; all keys: docs/bench.md"
-)
-
 
 def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return all measurements with their provenance, JSON-ready."""
@@ -38,7 +31,7 @@ def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> di
         "rest_s": traffic.rest,
         "seed": traffic.seed,
         "objective_ms": {"first_token": 1000 * objective.first_token, "token": 1000 * objective.token},
-        "definitions": DEFINITIONS,
+        "definitions": "docs/bench.md",
         "worst": worst(found),
         "cells": found,
     }

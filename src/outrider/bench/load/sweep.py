@@ -55,14 +55,15 @@ class Traffic:
     def conversations(self, load: Load, run: str, earlier: int = 0) -> list[list[str]]:
         """Return the user's texts of each conversation of one run, ``turns`` each, after ``earlier`` conversations.
 
-        Conversations begin with unique text, so that only the shared prefix and earlier turns can hit a prefix cache.
+        A unique line precedes each conversation, after the shared prefix if there is one, so that only that prefix and earlier
+        turns can hit a prefix cache.
         """
         found = []
+        prefix = f"{_mark(run)}{self.shared_prefix}\n" if self.shared_prefix else ""
         texts = islice(cycle(self.prompts), earlier * self.turns, None)
         for index in range(self.count(load)):
-            mark = f"{_mark(run)}{self.shared_prefix}\n" if self.shared_prefix else _mark(f"{run}, {index}")
             first, *later = islice(texts, self.turns)
-            found.append([mark + first, *later])
+            found.append([prefix + _mark(f"{run}, {index}") + first, *later])
         return found
 
     def body(self, model: str) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class Traffic:
 
 
 @dataclass
-class Run:
+class LoadRun:
     """One run of a load in one mode."""
 
     samples: list[Sample]
@@ -91,7 +92,7 @@ class Group:
     """Repeats of one load, each with a run of every mode."""
 
     load: Load
-    repeats: list[dict[str, Run]] = field(default_factory=list)
+    repeats: list[dict[str, LoadRun]] = field(default_factory=list)
 
 
 def _mark(what: str) -> str:
@@ -134,7 +135,7 @@ class Sweep:
                     await self._warm_up(load, clients[mode.name], mode.name)
                 group = Group(load)
                 for repeat in range(self.traffic.repeat):
-                    runs: dict[str, Run] = {}
+                    runs: dict[str, LoadRun] = {}
                     start = repeat % len(self.modes)
                     for mode in (*self.modes[start:], *self.modes[:start]):
                         report(self._progress(done, spent, f"{load.label}, {mode.name}"))
@@ -157,16 +158,17 @@ class Sweep:
 
     async def _client(self, stack: AsyncExitStack, mode: Mode) -> Client:
         """Return a client for a mode, which asks for usage in every chunk if the server supports it."""
-        most = max([load.concurrency or self.traffic.num_requests for load in self.loads], default=1) + 1
-        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
+        max_connections = max([load.concurrency or self.traffic.num_requests for load in self.loads], default=1) + 1
+        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
         options: dict[str, Any] = {"headers": self._headers, "timeout": TIMEOUT, "limits": limits, "transport": self._transport}
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=mode.url, **options))
         answer = await http.get("/v1/models")
         answer.raise_for_status()
         self.servers[mode.name] = about = dict(answer.json()["data"][0])
-        context, most = about.get("max_model_len"), self.traffic.max_tokens  # Outrider and vLLM state their context
-        if isinstance(context, int) and most >= context:
-            raise OutriderError(f"invalid --max-tokens {most}: the context of {mode.url} is {context} tokens, prompt included")
+        context, max_tokens = about.get("max_model_len"), self.traffic.max_tokens  # Outrider and vLLM state their context
+        if isinstance(context, int) and max_tokens >= context:
+            where = f"the context of {mode.url} is {context} tokens, prompt included"
+            raise OutriderError(f"invalid --max-tokens {max_tokens}: {where}")
         body = self.traffic.body(str(about["id"])) | dict(mode.more)
         counting = Client(http, body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}})
         sample = await counting.ask("a", max_tokens=1)
@@ -177,7 +179,7 @@ class Sweep:
         conversations = self.traffic.conversations(load, run)[: load.concurrency or 4]
         await asyncio.gather(*[client.ask(first, max_tokens=WARMUP_TOKENS) for first, *_ in conversations])
 
-    async def _measure(self, load: Load, client: Client, mode: Mode, repeat: int, earlier: int) -> Run:
+    async def _measure(self, load: Load, client: Client, mode: Mode, repeat: int, earlier: int) -> LoadRun:
         traffic = self.traffic
         conversations = traffic.conversations(load, f"{self._nonce}, {load.label}, {mode.name}, {repeat}", earlier)
         seeds = range(traffic.seed, traffic.seed + len(conversations))
@@ -197,4 +199,4 @@ class Sweep:
         samples = list(chain.from_iterable(found))
         after = await counters.read(client.http)
         seconds = max(sample.ended for sample in samples) - min(sample.started for sample in samples)
-        return Run(samples, seconds, None if before is None or after is None else after - before)
+        return LoadRun(samples, seconds, None if before is None or after is None else after - before)
