@@ -343,7 +343,7 @@ class PhaseTimes:
 
     @property
     def total(self) -> float:
-        return self.draft + self.score + self.verify + self.host + self.prefill + self.draft_prefill
+        return sum(self.by_phase().values())
 
     @property
     def overhead(self) -> float:
@@ -354,12 +354,8 @@ class PhaseTimes:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def add(self, other: PhaseTimes) -> None:
-        self.draft += other.draft
-        self.score += other.score
-        self.verify += other.verify
-        self.host += other.host
-        self.prefill += other.prefill
-        self.draft_prefill += other.draft_prefill
+        for name, seconds in other.by_phase().items():
+            setattr(self, name, getattr(self, name) + seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class _Row:
 
     room: int  # maximum number of drafts
     before: list[int]
-    num_certain: int  # of those before: forced, ahead of the first guess
+    num_certain: int  # of those before: forced tokens before the first guess
     own: list[bool] = field(default_factory=list)  # whether each draft of the inner drafter is forced
     after: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # all of these, in the order of the round's proposal
@@ -134,7 +134,7 @@ class GrammarDrafts:
                 self._rows[request.request_id] = _Row(0 if is_dead_end(request, []) else room, before, num_certain)
 
     def propose(self, context: Context, k: int) -> Proposal:
-        """Return the tokens that ``look`` found, at most k drafts of the inner drafter, and the grammar's after them."""
+        """Return the tokens that ``find_tokens`` found, at most k drafts of the inner drafter, and the grammar's after them."""
         if not self._rows:
             return self._inner.propose(context, k)
         proposal = self._inner.propose(self._seen_ahead(context, k), k)
