@@ -13,7 +13,7 @@ from tiny_folder import make_folder, make_tokenizer
 
 from outrider import LLM, SamplingParams, family
 from outrider.heads.checkpoint import EAGLE, MEDUSA, MODEL, kind_of
-from outrider.method_text import in_turn, join_method, options_by_part, split_method, split_methods
+from outrider.method_text import combined, join_method, options_by_part, split_method, split_methods
 from outrider.proposers.eagle import EagleConfig
 from outrider.proposers.medusa import MedusaConfig
 from outrider.proposers.method import Setting, chosen_draft
@@ -114,8 +114,8 @@ def test_a_malformed_method_is_refused(text):
 
 def test_options_of_a_combination_are_split_by_method():
     parts = ["suffix:min_prob=0.2", "eagle:draft=./head.d:top_k=3"]
-    assert in_turn(*parts) == "suffix+eagle:suffix.min_prob=0.2:eagle.draft=./head.d:eagle.top_k=3"
-    joined = options_by_part(*split_method(in_turn(*parts) + ":min_first=6"))
+    assert combined(*parts) == "suffix+eagle:suffix.min_prob=0.2:eagle.draft=./head.d:eagle.top_k=3"
+    joined = options_by_part(*split_method(combined(*parts) + ":min_first=6"))
     assert joined == {"": {"min_first": "6"}, "suffix": {"min_prob": "0.2"}, "eagle": {"draft": "./head.d", "top_k": "3"}}
 
 

@@ -30,7 +30,7 @@ def join_method(name: str, options: Mapping[str, object]) -> str:
     return ":".join([name, *(f"{option}={value}" for option, value in options.items())])
 
 
-def in_turn(first: str, second: str) -> str:
+def combined(first: str, second: str) -> str:
     """Combine two methods into ``first+second``, with options written as ``name.option=value``."""
     parts = [split_method(method) for method in (first, second)]
     options = {f"{name}.{option}": value for name, given in parts for option, value in given.items()}

@@ -124,8 +124,8 @@ class LLM:
     def warmup(self, num_draft_tokens: int | None = None, batch: int = 1) -> None:
         """Compile passes and measure them with and without drafts, which would otherwise slow down the first rounds.
 
-        ``num_draft_tokens``: K of the rounds to prepare for; None: the largest K that this ``LLM`` may request. ``batch``: their
-        number of requests. Raises ``OutriderError`` for an invalid value, and if running requests leave no room.
+        ``num_draft_tokens``: K of the rounds to prepare for; None: the largest K that this ``LLM`` may request.
+        ``batch``: number of their requests. Raises ``OutriderError`` for an invalid value, and if running requests leave no room.
         """
         with self._open():
             batch = Option(whole(1, self.runner.max_batch), "").read("batch", batch)
