@@ -27,7 +27,6 @@ from outrider.search.journal import Journal
 from outrider.search.report import oracle, result, rows, table, verdict
 from outrider.search.traffic import Text
 from outrider.types import OutriderError, SamplingParams
-from outrider.verifiers.exact import ExactMatchVerifier
 
 Speed = Callable[[Contender], float]
 
@@ -384,12 +383,7 @@ def test_a_method_out_of_memory_does_not_affect_others(llm: LLM, monkeypatch: py
 def test_methods_that_fit_a_target(llm: LLM) -> None:
     names = chosen_methods(["suffix", "all"])
     assert names[0] == "suffix" and PLAIN not in names and len(names) == len(set(names))
-    proposers, reasons = fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, names, ExactMatchVerifier())
+    proposers, reasons = fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, names)
     assert {"suffix", "ngram", "early-exit", "low-bit"} <= set(proposers) and {"draft", "medusa", "eagle"} <= set(reasons)
-    chains = ExactMatchVerifier()
-    chains.supports_trees = False  # type: ignore[misc]
-    assert (
-        "supports chains only" in fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, ["eagle"], chains)[1]["eagle"]
-    )
     with pytest.raises(OutriderError, match="unknown method"):
         chosen_methods(["nonsense"])
