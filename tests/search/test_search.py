@@ -25,7 +25,7 @@ from outrider.search import journal as journal_module
 from outrider.search import search as search_module
 from outrider.search.journal import Journal
 from outrider.search.report import oracle, result, rows, table, verdict
-from outrider.search.traffic import Text
+from outrider.search.traffic import RecordedPrompt
 from outrider.types import OutriderError, SamplingParams
 
 Speed = Callable[[Contender], float]
@@ -38,9 +38,10 @@ def twin(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Proposer:
     return fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, [f"draft:draft={folder}"])[0].popitem()[1]
 
 
-def texts(count: int = 8, length: int = 24) -> list[Text]:
+def texts(count: int = 8, length: int = 24) -> list[RecordedPrompt]:
     return [
-        Text([10 + i, 20, 30, 40 + i], SamplingParams(max_tokens=length, seed=i, ignore_eos=True), []) for i in range(count)
+        RecordedPrompt([10 + i, 20, 30, 40 + i], SamplingParams(max_tokens=length, seed=i, ignore_eos=True), [])
+        for i in range(count)
     ]
 
 

@@ -125,7 +125,7 @@ class LLM:
         """Compile passes and measure them with and without drafts, which would otherwise slow down the first rounds.
 
         ``num_draft_tokens``: K of the rounds to prepare for; None: the largest K that this ``LLM`` may request.
-        ``batch``: number of their requests. Raises ``OutriderError`` for an invalid value, and if running requests leave no room.
+        ``batch``: their batch size. Raises ``OutriderError`` for an invalid value and if running requests leave no room.
         """
         with self._open():
             batch = Option(whole(1, self.runner.max_batch), "").read("batch", batch)
