@@ -31,11 +31,11 @@ from outrider.engine.methods import ALL, chosen_methods, fitting_proposers
 from outrider.family import DRAFT
 from outrider.method_text import split_methods
 from outrider.registry import PLAIN
-from outrider.search import Question, Search
+from outrider.search import Search, SearchSpace
 from outrider.search.choice import Decision
 from outrider.search.journal import Journal
 from outrider.search.measurements import Group, Measurements
-from outrider.search.traffic import Text, encoded, read_builtin
+from outrider.search.traffic import RecordedPrompt, encoded, read_builtin
 
 CLOSE, SHARE = 0.95, 0.2  # of the exhaustive best's speed, and of its time
 DUEL = 5  # repeats of the final comparison
@@ -68,7 +68,7 @@ class Check:
         self.args = args
         self.llm = LLM(args.target, method=PLAIN, max_batch=max(args.batch, 8), prefix_cache=False, compile=args.compile)
 
-    def texts(self, traffic: str) -> list[Text]:
+    def texts(self, traffic: str) -> list[RecordedPrompt]:
         args = self.args
         params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=0)
         return encoded(self.llm.tokenizer, read_builtin([traffic], args.num_prompts, params), self.llm.runner.max_len)
@@ -82,10 +82,10 @@ class Check:
         speculation = replace(self.llm.speculation, draft=draft)
         names = chosen_methods(split_methods(methods))
         proposers, reasons = fitting_proposers(speculation, self.llm.runner, self.llm.tokenizer, names)
-        loaded, question = perf_counter() - started, Question(batches=(self.args.batch,))
-        search = Search(self.llm, proposers, self.texts(traffic), question, Journal(None, {}), reasons=reasons)
+        loaded, space = perf_counter() - started, SearchSpace(batches=(self.args.batch,))
+        search = Search(self.llm, proposers, self.texts(traffic), space, Journal(None, {}), reasons=reasons)
         choice = search.run()
-        leaders = [(loaded + each.seconds, each.leader) for each in search.passed]
+        leaders = [(loaded + each.seconds, each.leader) for each in search.rung_results]
         return search, choice, [*leaders, (perf_counter() - started, choice.chosen.label)]
 
     def compare(self, traffic: str) -> dict[str, Any]:
@@ -94,7 +94,8 @@ class Check:
         seconds, label = leaders[-1]
         say(f"{traffic}: {label} after {seconds:.0f} s: {choice.reason}")
         proposers = {method: each for method, each in search.proposers.items() if method not in search.reasons}
-        every = [Contender(method, k) for method, proposer in proposers.items() for k in Question(LENGTHS).lengths_of(proposer)]
+        wide = SearchSpace(LENGTHS)
+        every = [Contender(method, k) for method, proposer in proposers.items() for k in wide.lengths_of(proposer)]
         started = perf_counter()
         speeds = self.speedups(search, every, self.args.repeat)
         exhaustive = perf_counter() - started
@@ -130,7 +131,7 @@ class Check:
             contenders.forget()
             for index in range(0, len(texts), batch):
                 part = texts[index : index + batch]
-                prompts, params = [text.prompt for text in part], [text.again for text in part]
+                prompts, params = [text.prompt for text in part], [text.replay_params for text in part]
                 first = turn % len(order)
                 turn += 1
                 runs = {

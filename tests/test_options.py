@@ -11,8 +11,10 @@ import torch
 from hypothesis import example, given, settings
 from wild import WILD
 
-from outrider.engine.options import Speculation
+from outrider.engine.options import POLICY_ATTRIBUTES, PROPOSER_ATTRIBUTES, Speculation
+from outrider.engine.policy import LengthPolicy
 from outrider.options import declared, shown
+from outrider.proposers.base import Proposer
 from outrider.runner import RunnerConfig
 from outrider.server.config import ServerConfig
 from outrider.types import OutriderError, SamplingParams
@@ -128,6 +130,18 @@ def test_numpy_and_torch_numbers_become_python_numbers():
 )
 def test_an_error_names_the_value_and_what_was_expected(config, values, message):
     assert refusal(config, **values) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "interface", "attributes"),
+    [("num_draft_tokens", LengthPolicy, POLICY_ATTRIBUTES), ("proposer", Proposer, PROPOSER_ATTRIBUTES)],
+)
+def test_a_custom_policy_or_proposer_must_have_every_attribute_of_the_interface(name, interface, attributes):
+    assert set(attributes) == {each for each in vars(interface) if not each.startswith("_")}
+    Speculation(**{name: SimpleNamespace(**dict.fromkeys(attributes))})
+    for missing in attributes:
+        lacking = SimpleNamespace(**{each: None for each in attributes if each != missing})
+        assert refusal(Speculation, **{name: lacking}).startswith(f"invalid {name} namespace(")
 
 
 def test_ignore_eos_and_min_tokens_are_rejected_with_a_grammar():

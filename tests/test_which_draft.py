@@ -13,7 +13,7 @@ from tiny_folder import make_folder, make_tokenizer
 
 from outrider import LLM, SamplingParams, family
 from outrider.heads.checkpoint import EAGLE, MEDUSA, MODEL, kind_of
-from outrider.method_text import in_turn, join_method, options_by_part, split_method, split_methods
+from outrider.method_text import combined, join_method, options_by_part, split_method, split_methods
 from outrider.proposers.eagle import EagleConfig
 from outrider.proposers.medusa import MedusaConfig
 from outrider.proposers.method import Setting, chosen_draft
@@ -112,10 +112,15 @@ def test_a_malformed_method_is_refused(text):
         split_method(text)
 
 
+def test_a_repeated_option_is_refused():
+    with pytest.raises(OutriderError, match="invalid method 'draft:seed=1:seed=2': it repeats an option"):
+        split_method("draft:seed=1:seed=2")
+
+
 def test_options_of_a_combination_are_split_by_method():
     parts = ["suffix:min_prob=0.2", "eagle:draft=./head.d:top_k=3"]
-    assert in_turn(*parts) == "suffix+eagle:suffix.min_prob=0.2:eagle.draft=./head.d:eagle.top_k=3"
-    joined = options_by_part(*split_method(in_turn(*parts) + ":min_first=6"))
+    assert combined(*parts) == "suffix+eagle:suffix.min_prob=0.2:eagle.draft=./head.d:eagle.top_k=3"
+    joined = options_by_part(*split_method(combined(*parts) + ":min_first=6"))
     assert joined == {"": {"min_first": "6"}, "suffix": {"min_prob": "0.2"}, "eagle": {"draft": "./head.d", "top_k": "3"}}
 
 
@@ -216,6 +221,8 @@ def test_invalid_options_of_a_method_are_rejected_before_the_target_is_loaded(ho
         LLM(str(home / "target"), method="early-exit:layers=two")
     with pytest.raises(OutriderError, match=r"^ngram: the method has no option min_prob; it has"):
         LLM(str(home / "target"), method="ngram", method_options={"min_prob": 0.5})
+    with pytest.raises(OutriderError, match=r"^suffix\+ngram:ngram\.foo=1: ngram: the method has no option foo"):
+        LLM(str(home / "target"), method="suffix+ngram:ngram.foo=1")
 
 
 def test_the_command_line_rejects_a_wrong_draft_before_loading(home, capsys, monkeypatch):

@@ -93,7 +93,7 @@ def id_of_cached(path: str) -> str:
 
 def _named_gguf(source: object) -> re.Match[str] | None:
     found = NAME.fullmatch(source) if isinstance(source, str) else None
-    return None if found is None or expanded(found[0]).exists() else found
+    return None if found is None or os.path.exists(expanded(found[0])) else found
 
 
 def _cached(repository: str) -> Path:
@@ -146,7 +146,7 @@ def is_hub_id(source: object) -> bool:
     """Return whether a source is the name of a repository, and neither a path nor a file."""
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-    if not isinstance(source, (str, Path)) or not str(source) or is_path(source) or expanded(source).exists():
+    if not isinstance(source, (str, Path)) or not str(source) or is_path(source) or os.path.exists(expanded(source)):
         return False
     try:
         validate_repo_id(str(source))

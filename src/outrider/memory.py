@@ -71,7 +71,7 @@ def on_this_machine(source: str | Path) -> Path | None:
     from huggingface_hub import constants, try_to_load_from_cache
 
     path = expanded(source)
-    if str(source) and path.is_dir():
+    if str(source) and os.path.isdir(path):  # Path.is_dir raises OSError for a name that is too long
         return path
     try:
         config = try_to_load_from_cache(str(source), "config.json", cache_dir=constants.HF_HUB_CACHE)
@@ -83,7 +83,7 @@ def on_this_machine(source: str | Path) -> Path | None:
 def weight_files(source: str | Path) -> list[Path]:
     """Return the weight files that are loaded from a folder (of one format only), a cached hub id, or a GGUF file or part."""
     path = expanded(source)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):
         return gguf_parts(path)
     folder = on_this_machine(source)
     if folder is None:

@@ -10,15 +10,18 @@ from outrider.errors import OutriderError
 
 
 def split_method(text: str) -> tuple[str, dict[str, str]]:
-    """Split ``"name:option=value:option=value"`` into name and options. Raises ``OutriderError`` if malformed.
+    """Split ``"name:option=value:option=value"`` into name and options.
 
-    Only a colon before ``option=`` separates, so that values may contain colons: ``draft:draft=owner/name:Q4_K_M``.
+    Only a colon before ``option=`` separates, so that values may contain colons: ``draft:draft=owner/name:Q4_K_M``. Raises
+    ``OutriderError`` if malformed, and for a repeated option.
     """
     name, *parts = re.split(r":(?=[^:=]*=)", text)
     options = dict(part.split("=", 1) for part in parts)
     if ":" in name or "" in options:
         name = name.partition(":")[0]
         raise OutriderError(f"invalid method {text!r}: write options as {name}:option=value")
+    if len(options) < len(parts):
+        raise OutriderError(f"invalid method {text!r}: it repeats an option: give each option once")
     return name, options
 
 
@@ -27,7 +30,7 @@ def join_method(name: str, options: Mapping[str, object]) -> str:
     return ":".join([name, *(f"{option}={value}" for option, value in options.items())])
 
 
-def in_turn(first: str, second: str) -> str:
+def combined(first: str, second: str) -> str:
     """Combine two methods into ``first+second``, with options written as ``name.option=value``."""
     parts = [split_method(method) for method in (first, second)]
     options = {f"{name}.{option}": value for name, given in parts for option, value in given.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_folder import make_folder
 
@@ -33,6 +33,7 @@ def by_definition(tokens: Sequence[int], max_period: int, min_repeats: int) -> l
     return found
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 2), max_size=24), st.integers(1, 5), st.integers(2, 4))
 def test_loops_match_the_definition(tokens: list[int], max_period: int, min_repeats: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -134,6 +134,14 @@ def test_a_class_is_rejected_where_an_instance_is_expected(folder):
         LLM(folder, proposer=ScriptedProposer)
 
 
+@pytest.mark.parametrize("name", ["a prompt " * 40, "/" + "x" * 300, "owner/" + "x" * 300, "x" * 300 + ".gguf"])
+def test_a_source_too_long_for_a_path_is_rejected_in_one_line(folder, name):
+    for model, tokenizer in ((name, None), (folder, name)):
+        with pytest.raises(OutriderError) as error:
+            LLM(model, tokenizer=tokenizer, compile="never")
+        assert one_line(error.value)
+
+
 # --- prompts and parameters -------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +274,18 @@ def test_emission_chunk_and_completion_share_one_record(llm):
     assert joined.stats.num_tokens == 9
 
 
+def test_an_error_after_merged_emissions_keeps_their_statistics():
+    from outrider.engine.engine import error_emission
+    from outrider.engine.outputs import Emission
+    from outrider.engine.stats import GenerationStats
+
+    held = Emission("r", [5], ["plain"], "a", stats=GenerationStats(num_tokens=1, num_steps=1))
+    joined = held.followed_by(error_emission("r", OutriderError("lost")))
+    assert (joined.token_ids, joined.text, joined.finish_reason, joined.error) == ([5], "a", "error", "lost")
+    assert joined.stats is held.stats and held.finish_reason is None
+    assert held.followed_by(Emission("r", [6])).token_ids == [5, 6] and held.token_ids == [5]
+
+
 def test_the_stop_reason_is_the_string_or_token_that_ended_the_output(llm):
     def end(**params):
         (output,) = llm.generate("def add(", SamplingParams(max_tokens=12, **params))[0].outputs
@@ -346,6 +366,8 @@ def test_warmup_prepares_the_requested_number_of_drafts(folder, monkeypatch, giv
     monkeypatch.setattr(llm.proposer, "warmup", lambda k, batch: asked.append((k, batch)))
     llm.warmup()
     assert asked == [(most, 1)]
+    llm.warmup(100, batch=2)
+    assert asked[1:] == [(llm.proposer.max_drafts, 2)]
     assert Proposal.empty(1).num_nodes == 0
 
 

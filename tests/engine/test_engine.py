@@ -192,19 +192,23 @@ def test_trees_do_not_change_greedy_output(batch):
     assert found["r0"][0].origins == ["accepted", "accepted", "bonus"]
 
 
-def test_trees_are_rejected_for_a_verifier_of_chains():
-    class ChainVerifier(RejectionVerifier):
-        supports_trees = False
+class ChainVerifier(RejectionVerifier):
+    supports_trees = False
 
+    def verify(self, proposal, target, random):
+        assert proposal.parents is None
+        return super().verify(proposal, target, random)
+
+
+@pytest.mark.parametrize("drafts_trees", [True, False])
+def test_a_verifier_of_chains_gets_the_first_path_of_each_tree(drafts_trees):
+    """Also if the proposer does not declare its trees: it must not fail the batch."""
     runner = TableRunner()
     proposer = forked_tree(runner)
-    engine = make_engine(proposer, 2, runner=runner, verifier=ChainVerifier())
-    engine.add(make_request("r", [1, 2], temperature=1.0))
-    with pytest.raises(OutriderError, match="supports chains only"):
-        engine.step()
-    proposer.drafts_trees = True
-    with pytest.raises(OutriderError, match="supports chains only"):
-        make_engine(proposer, 2, runner=runner, verifier=ChainVerifier())
+    proposer.drafts_trees = drafts_trees
+    found = run(engine := make_engine(proposer, 2, runner=runner, verifier=ChainVerifier()), requests(temperature=1.0))
+    assert {reason for _, _, reason in outputs(found).values()} == {"length"}
+    assert engine.stats.most_drafts == 1 and engine.stats.faults == 0
 
 
 # --- sampling, logprobs, features -------------------------------------------------------------------------------------------

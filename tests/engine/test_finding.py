@@ -435,13 +435,14 @@ def test_a_misfit_found_while_building_is_logged_in_one_line(made, target, said)
     assert any("not used" in line and "draft vocabulary contains token" in line for line in said())
 
 
-def test_a_verifier_of_chains_gets_no_trees(made, target, said):
+def test_a_head_that_drafts_trees_is_used_with_a_verifier_of_chains(made, target):
     class Chains(VERIFIERS.get("rejection")):
         supports_trees = False
 
     copied(made / "eagle3", target.parent / "eagle3")
-    assert loaded(target, verifier=Chains()).proposer.name == DEFAULT_METHOD
-    assert any("it drafts trees, and Chains supports chains only" in line for line in said())
+    found = loaded(target, verifier=Chains())
+    assert found.proposer.name == "eagle" and greedy(found) == greedy(loaded(target, method="plain"))
+    assert found.stats.num_drafts and not found.stats.faults
 
 
 def test_hybrid_and_quantised_targets_use_drafters_that_they_support(made, target, tmp_path, monkeypatch):

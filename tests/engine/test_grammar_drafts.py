@@ -11,7 +11,7 @@ import torch
 from toy_grammar import RuleGrammar
 
 from outrider.engine.config import uses_grammar_drafts
-from outrider.engine.grammar_drafts import MAX_DRAFTS, MAX_PLACES, Layout
+from outrider.engine.grammar_drafts import MAX_DRAFTS, MAX_STATES, TokenGuesser
 from outrider.engine.options import Speculation
 from outrider.engine.policy import FixedLength
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
@@ -473,38 +473,38 @@ def mask(*allowed: int) -> torch.Tensor:
 
 
 def test_a_layout_guesses_what_came_before_until_it_is_wrong() -> None:
-    layout = Layout()
-    assert layout.guess(1, mask(2, 3)) is None
-    layout.learn(1, mask(2, 3), 2)
-    assert layout.guess(1, mask(2, 3)) == 2
-    layout.learn(1, mask(2, 3), 3)
-    assert layout.guess(1, mask(2, 3)) is None  # neither has proved right
+    guesser = TokenGuesser()
+    assert guesser.guess(1, mask(2, 3)) is None
+    guesser.learn(1, mask(2, 3), 2)
+    assert guesser.guess(1, mask(2, 3)) == 2
+    guesser.learn(1, mask(2, 3), 3)
+    assert guesser.guess(1, mask(2, 3)) is None  # neither has proved right
     for _ in range(9):
-        layout.learn(1, mask(2, 3), 3)
-    layout.learn(1, mask(2, 3), 2)
-    layout.learn(1, mask(2, 3), 2)
-    assert layout.guess(1, mask(2, 3)) == 3  # a counter of 3 stands two errors
-    layout.learn(1, mask(2, 3), 2)
-    assert layout.guess(1, mask(2, 3)) is None
+        guesser.learn(1, mask(2, 3), 3)
+    guesser.learn(1, mask(2, 3), 2)
+    guesser.learn(1, mask(2, 3), 2)
+    assert guesser.guess(1, mask(2, 3)) == 3  # a counter of 3 stands two errors
+    guesser.learn(1, mask(2, 3), 2)
+    assert guesser.guess(1, mask(2, 3)) is None
 
 
 def test_what_was_chosen_last_anywhere_is_guessed_at_a_new_place() -> None:
-    layout = Layout()
-    layout.learn(1, mask(2, 3), 2)
-    layout.learn(1, mask(4, 5), 4)
-    assert layout.guess(1, mask(2, 4, 6)) == 4 and layout.guess(9, mask(2, 6)) == 2
-    assert layout.guess(1, mask(5, 6)) is None  # a guess is an allowed token
+    guesser = TokenGuesser()
+    guesser.learn(1, mask(2, 3), 2)
+    guesser.learn(1, mask(4, 5), 4)
+    assert guesser.guess(1, mask(2, 4, 6)) == 4 and guesser.guess(9, mask(2, 6)) == 2
+    assert guesser.guess(1, mask(5, 6)) is None  # a guess is an allowed token
 
 
 def test_a_layout_is_of_few_choices_and_of_limited_size() -> None:
-    layout, many = Layout(), [*range(1, 1 + VOCAB // 2 + 1)]
-    layout.learn(1, mask(*many), 2)
-    layout.learn(1, mask(2), 2)
-    assert layout.guess(1, mask(*many)) is None and layout.guess(1, mask(2)) is None
-    layout.learn(0, mask(2, 3), 3)
-    for before in range(MAX_PLACES):
-        layout.learn(before + 1, mask(2, 3), 2)
-    assert len(layout._chosen) == MAX_PLACES and (0, np.array([2, 3]).tobytes()) not in layout._chosen
+    guesser, many = TokenGuesser(), [*range(1, 1 + VOCAB // 2 + 1)]
+    guesser.learn(1, mask(*many), 2)
+    guesser.learn(1, mask(2), 2)
+    assert guesser.guess(1, mask(*many)) is None and guesser.guess(1, mask(2)) is None
+    guesser.learn(0, mask(2, 3), 3)
+    for before in range(MAX_STATES):
+        guesser.learn(before + 1, mask(2, 3), 2)
+    assert len(guesser._choices) == MAX_STATES and (0, np.array([2, 3]).tobytes()) not in guesser._choices
 
 
 def few(output: tuple[int, ...]) -> Sequence[int]:
@@ -558,7 +558,7 @@ def test_a_rejected_guess_is_no_rejected_draft() -> None:
     engine.observer = lambda observation: rounds.append(observation.round)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            Layout, "guess", lambda self, before, allowed: next(wrong[t] for t in greedy if t in wrong and allowed[t])
+            TokenGuesser, "guess", lambda self, before, allowed: next(wrong[t] for t in greedy if t in wrong and allowed[t])
         )
         assert outputs(run(engine, [forced("a", rule, max_tokens=20)]))["a"][0] == greedy
     drafted = [each for each in rounds if each.num_grammar is not None and each.num_grammar[0] and each.depths[0]]

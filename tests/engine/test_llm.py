@@ -195,6 +195,14 @@ def test_measuring_needs_a_free_place(model, tokenizer):
     llm.measure_plain_pass()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("batch", 9), ("batch", 0), ("batch", 1.5), ("num_draft_tokens", -5), ("num_draft_tokens", "4")]
+)
+def test_invalid_arguments_of_warmup_are_named(plain, name, value):
+    with pytest.raises(OutriderError, match=f"invalid {name} .*: expected a whole number"):
+        plain.warmup(**{name: value})
+
+
 def test_the_last_chunk_may_close_the_llm(model, tokenizer):
     llm = LLM(model, tokenizer=tokenizer, method="plain", compile="never")
     chunks = []

@@ -35,6 +35,15 @@ def test_requests_can_have_their_own_k(k):
     assert longest == [0, 5, k]
 
 
+def test_no_policy_asks_for_more_drafts_than_the_proposer_makes():
+    runner = TableRunner()
+    proposer = oracle(runner)
+    proposer.max_drafts = 3
+    found = run(make_engine(proposer, 6, runner=runner), requests())
+    assert outputs(found) == outputs(run(make_engine(), requests()))
+    assert max(len(emission.token_ids) for emission in found["r0"]) == 4
+
+
 def test_a_requests_own_k_limits_the_depth_of_trees():
     runner = TableRunner()
 
@@ -272,6 +281,18 @@ def test_a_request_waits_no_longer_after_an_earlier_one_was_cancelled():
     waiting.remove("a0")
     waiting.push("c", "c", 0, cost=0.5)
     assert list(waiting) == ["a1", "c"]
+
+
+def test_a_cancelled_request_moves_no_later_one_of_its_client_before_its_turn():
+    waiting = FairQueue()
+    waiting.push("a0", "a", 0, cost=100)
+    waiting.push("urgent", "b", 1, cost=500)
+    waiting.serve("urgent")
+    waiting.push("a1", "a", 0, cost=10)
+    waiting.remove("a0")
+    waiting.push("a2", "a", 0, cost=10)
+    waiting.push("b", "b", 0, cost=15)
+    assert list(waiting) == ["a1", "b", "a2"]
 
 
 def test_a_large_request_of_a_new_client_waits_for_small_ones():

@@ -50,6 +50,13 @@ def test_rounds_before_the_first_measurement_use_later_costs() -> None:
     assert stats.cost_ratio == pytest.approx(2.0 / 4 / 1.0)
 
 
+def test_drafts_that_a_grammar_forces_are_draft_steps() -> None:
+    stats = GenerationStats()
+    round_ = Round(4, [4], [1], [4], [1], [1], PhaseTimes(draft=2.0, score=3.0), num_grammar=[3])
+    stats.add_times(round_, is_prefill=False, emitted_per_request=5, plain=PlainRound(1.0, 0.5))
+    assert stats.cost_ratio == pytest.approx(2.0 / 4 / 1.0)
+
+
 def test_host_time_of_drafted_rounds_is_used_without_plain_rounds() -> None:
     stats = GenerationStats()
     stats.add_times(drafted(0), is_prefill=False, emitted_per_request=1, plain=PlainRound(1.0, None))

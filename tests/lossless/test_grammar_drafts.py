@@ -15,7 +15,7 @@ from toy_grammar import Rule, RuleGrammar
 from outrider import LLM, SamplingParams
 from outrider.engine import grammar_drafts
 from outrider.engine.config import uses_grammar_drafts
-from outrider.engine.grammar_drafts import GrammarDrafts, Layout
+from outrider.engine.grammar_drafts import GrammarDrafts, TokenGuesser
 from outrider.engine.validation import check, without_unusable
 from outrider.proposers.base import ScriptedProposer
 from outrider.sampling import Sampler
@@ -144,7 +144,7 @@ def test_drafts_through_a_forced_span_are_lossless(
 @pytest.mark.parametrize("setting", [name for name in EVERY_SETTING if name not in FORBIDDING])
 def test_guesses_are_lossless(setting: str, verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     """After two forced tokens, the next ones are guessed, in place of the method's drafts."""
-    monkeypatch.setattr(Layout, "guess", lambda self, before, allowed: 1 if allowed[1] else None)
+    monkeypatch.setattr(TokenGuesser, "guess", lambda self, before, allowed: 1 if allowed[1] else None)
     monkeypatch.setattr(grammar_drafts, "MAX_DRAFTS", 4)
     params, output = EVERY_SETTING[setting], (0,)
     drafts = with_forced(output, params, Drafts(Proposal.empty(1), torch.ones(1, dtype=torch.float64)), drafts_ahead=True)

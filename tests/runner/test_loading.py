@@ -49,8 +49,9 @@ def refusal(source, config=EAGER) -> str:
 
 
 def test_a_missing_folder(tmp_path):
-    assert refusal(tmp_path / "none") == f"no model folder or .gguf file at {tmp_path / 'none'}: it does not exist"
-    assert refusal("./no-such-folder") == "no model folder or .gguf file at ./no-such-folder: it does not exist"
+    said = "no model folder or .gguf file at {}: it does not exist or cannot be read"
+    assert refusal(tmp_path / "none") == said.format(tmp_path / "none")
+    assert refusal("./no-such-folder") == said.format("./no-such-folder")
 
 
 def test_a_folder_without_a_config(tmp_path):

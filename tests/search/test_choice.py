@@ -11,7 +11,7 @@ from outrider.proposers.ngram import NgramProposer
 from outrider.proposers.plain import PlainProposer
 from outrider.proposers.suffix import SuffixProposer
 from outrider.search import choice
-from outrider.search.halving import standing
+from outrider.search.halving import ranking
 from outrider.search.measurements import Group, Measurements
 
 PROPOSERS: dict[str, Proposer] = {
@@ -42,7 +42,7 @@ def add(found: Measurements, speeds: dict[str, float], noise: float = 0.01, prom
 
 def choose(finalists: list[Contender], found: Measurements) -> choice.Decision:
     labels = [each.label for each in finalists]
-    last = standing(found, labels, found.groups("plain"), num_tried=len(labels))
+    last = ranking(found, labels, found.groups("plain"), num_tried=len(labels))
     return choice.choose(finalists, found.ratio, PROPOSERS, last)
 
 

@@ -13,7 +13,7 @@ import pytest
 from outrider.bench.contenders import Contender
 from outrider.registry import PLAIN
 from outrider.search import choice, halving
-from outrider.search.halving import Rung, Standing
+from outrider.search.halving import Ranking, Rung
 from outrider.search.measurements import Group, Measurements
 
 from .test_choice import PROPOSERS
@@ -63,8 +63,8 @@ def search(machine: Machine, labels: list[str]) -> tuple[str, Measurements]:
     return next(iter(left), PLAIN), measured
 
 
-def halve(machine: Machine, labels: list[str], num_groups: int = GROUPS) -> tuple[list[str], Measurements, Standing]:
-    """Return the best contenders after the last rung, and its standing."""
+def halve(machine: Machine, labels: list[str], num_groups: int = GROUPS) -> tuple[list[str], Measurements, Ranking]:
+    """Return the best contenders after the last rung, and its ranking."""
     measured, plan, left = Measurements(), halving.rungs(num_groups, 3), labels
     for rung in plan:
         groups = [Group(1, index) for index in range(rung.num_groups(num_groups))]
@@ -72,7 +72,7 @@ def halve(machine: Machine, labels: list[str], num_groups: int = GROUPS) -> tupl
             if rung.repeat or not measured.num_turns(left[0], group):
                 machine.turns.append(left)
                 measured.add_turn(group, {label: machine.run(label, group) for label in (PLAIN, *left)})
-        found = halving.standing(measured, left, groups, len(labels))
+        found = halving.ranking(measured, left, groups, len(labels))
         left = halving.survivors(found, rung)
         if rung is plan[-1] or halving.is_final(found, rung):
             break
@@ -159,8 +159,8 @@ def test_batch_sizes_count_equally_and_the_interval_is_of_the_prompts() -> None:
     found = measured.ratio("a")
     assert found.value == pytest.approx((4 / 1.05) ** 0.5)
     assert found.interval is not None and found.interval[0] < found.value < found.interval[1]
-    standing = halving.standing(measured, ["a"], [Group(1, index) for index in range(8)] + [Group(4, 0), Group(4, 1)])
-    assert standing.speedups["a"] == pytest.approx(found.value)
+    ranking = halving.ranking(measured, ["a"], [Group(1, index) for index in range(8)] + [Group(4, 0), Group(4, 1)])
+    assert ranking.speedups["a"] == pytest.approx(found.value)
 
 
 def test_ratios_compare_only_prompts_that_both_ran_on() -> None:
@@ -186,15 +186,15 @@ def test_the_margin_shrinks_with_the_number_of_prompts() -> None:
         groups = [Group(1, index) for index in range(count)]
         for group in groups:
             measured.add_turn(group, {label: machine.run(label, group) for label in (PLAIN, *machine.speedups)})
-        return halving.standing(measured, list(machine.speedups), groups).margin
+        return halving.ranking(measured, list(machine.speedups), groups).margin
 
     few, many = (np.mean([margin(count, seed) for seed in range(40)]) for count in (4, 16))
     assert many == pytest.approx(few / 2, rel=0.2)
 
 
-def ranked(count: int, step: float = 0.1, margin: float = 0.0) -> Standing:
+def ranked(count: int, step: float = 0.1, margin: float = 0.0) -> Ranking:
     """Return contenders "0", "1", ... with speedups from 3 downwards."""
-    return Standing({str(i): 3.0 - step * i for i in range(count)}, margin)
+    return Ranking({str(i): 3.0 - step * i for i in range(count)}, margin)
 
 
 @pytest.mark.parametrize(
@@ -212,29 +212,29 @@ def ranked(count: int, step: float = 0.1, margin: float = 0.0) -> Standing:
         (ranked(0), Rung(0.25, 0), 0),
     ],
 )
-def test_survivors_of_a_rung(found: Standing, rung: Rung, kept: int) -> None:
+def test_survivors_of_a_rung(found: Ranking, rung: Rung, kept: int) -> None:
     assert halving.survivors(found, rung) == [str(i) for i in range(kept)]
 
 
 def test_contenders_slower_than_plain_decoding_are_dropped_from_either_half() -> None:
-    found = Standing({"a": 1.2, "b": 0.97, "c": 0.8, "d": 0.7}, margin=0.05)
+    found = Ranking({"a": 1.2, "b": 0.97, "c": 0.8, "d": 0.7}, margin=0.05)
     assert halving.survivors(found, Rung(0.25, 0)) == ["a"]
-    assert halving.survivors(Standing({"a": 0.9}, 0.05), Rung(0.25, 0)) == []
+    assert halving.survivors(Ranking({"a": 0.9}, 0.05), Rung(0.25, 0)) == []
 
 
 @pytest.mark.parametrize(
     ("found", "share", "is_final"),
     [
-        (Standing({}, 0.1), 0.25, True),
-        (Standing({"a": 0.5}, 0.1), 0.25, True),  # none left that could be faster than plain decoding
-        (Standing({"a": 2.0, "b": 1.0}, 0.1), 0.25, False),  # too few prompts, however clear the difference
-        (Standing({"a": 2.0, "b": 1.0}, 0.1), 0.5, True),
-        (Standing({"a": 2.0, "b": 1.95}, 0.1), 0.5, False),
-        (Standing({"a": 1.05, "b": 0.8}, 0.1), 0.5, False),  # not yet faster than plain decoding
-        (Standing({"a": 2.0, "b": 1.95}, 0.02), 0.5, True),  # the remaining difference is negligible
+        (Ranking({}, 0.1), 0.25, True),
+        (Ranking({"a": 0.5}, 0.1), 0.25, True),  # none left that could be faster than plain decoding
+        (Ranking({"a": 2.0, "b": 1.0}, 0.1), 0.25, False),  # too few prompts, however clear the difference
+        (Ranking({"a": 2.0, "b": 1.0}, 0.1), 0.5, True),
+        (Ranking({"a": 2.0, "b": 1.95}, 0.1), 0.5, False),
+        (Ranking({"a": 1.05, "b": 0.8}, 0.1), 0.5, False),  # not yet faster than plain decoding
+        (Ranking({"a": 2.0, "b": 1.95}, 0.02), 0.5, True),  # the remaining difference is negligible
     ],
 )
-def test_when_the_search_may_end(found: Standing, share: float, is_final: bool) -> None:
+def test_when_the_search_may_end(found: Ranking, share: float, is_final: bool) -> None:
     assert halving.is_final(found, Rung(share, 0)) is is_final
 
 

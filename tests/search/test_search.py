@@ -20,14 +20,13 @@ from outrider.proposers.combined import CombinedProposer
 from outrider.proposers.degraded import Degraded
 from outrider.proposers.ngram import NgramConfig, NgramProposer
 from outrider.registry import PLAIN, PROPOSERS
-from outrider.search import Question, Search
+from outrider.search import Search, SearchSpace
 from outrider.search import journal as journal_module
 from outrider.search import search as search_module
 from outrider.search.journal import Journal
 from outrider.search.report import oracle, result, rows, table, verdict
-from outrider.search.traffic import Text
+from outrider.search.traffic import RecordedPrompt
 from outrider.types import OutriderError, SamplingParams
-from outrider.verifiers.exact import ExactMatchVerifier
 
 Speed = Callable[[Contender], float]
 
@@ -39,14 +38,15 @@ def twin(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Proposer:
     return fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, [f"draft:draft={folder}"])[0].popitem()[1]
 
 
-def texts(count: int = 8, length: int = 24) -> list[Text]:
+def texts(count: int = 8, length: int = 24) -> list[RecordedPrompt]:
     return [
-        Text([10 + i, 20, 30, 40 + i], SamplingParams(max_tokens=length, seed=i, ignore_eos=True), []) for i in range(count)
+        RecordedPrompt([10 + i, 20, 30, 40 + i], SamplingParams(max_tokens=length, seed=i, ignore_eos=True), [])
+        for i in range(count)
     ]
 
 
 def started(llm: LLM, proposers: dict[str, Proposer], journal: Journal | None = None, **more: Any) -> Search:
-    return Search(llm, proposers, texts(), Question((1, 2, 4), repeat=2), journal or Journal(None, {}), **more)
+    return Search(llm, proposers, texts(), SearchSpace((1, 2, 4), repeat=2), journal or Journal(None, {}), **more)
 
 
 @pytest.fixture
@@ -83,7 +83,8 @@ def test_a_good_draft_is_found_and_plain_decoding_runs_in_every_turn(llm: LLM, t
     assert {label for label, _ in ran[:5]} == {PLAIN, "draft k=1", "draft k=2", "draft k=4", "draft k=auto"}
     runs = {label: sum(each == label for each, _ in ran) for label, _ in ran}
     assert runs["draft k=1"] == runs["draft k=2"] == 2 and runs["draft k=4"] == runs[PLAIN] > 2
-    assert [each.name for each in found.passed][:2] == ["rung 1", "rung 2"] and found.passed[-1].leader == "draft k=4"
+    assert [each.name for each in found.rung_results][:2] == ["rung 1", "rung 2"]
+    assert found.rung_results[-1].leader == "draft k=4"
     assert "draft k=4 reached 2." in chosen.others["draft k=1"] and found.tau("draft k=4") == 2.0
     document = result(found, chosen, "toy")
     json.dumps(document)
@@ -111,7 +112,7 @@ def test_a_useless_draft_means_plain_decoding(llm: LLM, twin: Proposer, timed: A
     found = started(llm, {"draft": twin})
     chosen = found.run()
     assert chosen.chosen.is_plain
-    assert len(found.passed) == 1 and len(ran) == 2 * 5 and found.passed[0].leader == PLAIN
+    assert len(found.rung_results) == 1 and len(ran) == 2 * 5 and found.rung_results[0].leader == PLAIN
     document = result(found, chosen, "toy")
     assert document["speedup"] is None and verdict(document).startswith("the plan: plain.")
 
@@ -128,7 +129,7 @@ def test_memories_are_forgotten_between_batch_sizes(
         return generate(contenders, contender, prompts, params, size)
 
     monkeypatch.setattr(search_module, "generate", noted)
-    found = Search(llm, {"draft": twin}, texts(), Question((1, 4), batches=(1, 4), repeat=2), Journal(None, {}))
+    found = Search(llm, {"draft": twin}, texts(), SearchSpace((1, 4), batches=(1, 4), repeat=2), Journal(None, {}))
     forget = found.contenders.forget
     monkeypatch.setattr(found.contenders, "forget", lambda each=None: (each or events.append("forget"), forget(each)))
     found.run()
@@ -150,14 +151,14 @@ def test_batch_sizes_are_run_and_averaged(llm: LLM, twin: Proposer, timed: Any, 
         return generate(contenders, contender, prompts, params, size)
 
     monkeypatch.setattr(search_module, "generate", noted)
-    found = Search(llm, {"draft": twin}, texts(), Question((1, 2, 4), (1, 4), repeat=2), Journal(None, {}))
+    found = Search(llm, {"draft": twin}, texts(), SearchSpace((1, 2, 4), (1, 4), repeat=2), Journal(None, {}))
     assert found.run().chosen == Contender("draft", 1)
     assert {count for _, count in ran} == {1, 4}
 
 
 def test_only_whole_batches_run(llm: LLM, twin: Proposer, timed: Any) -> None:
     ran = timed(lambda each: BY_LENGTH[each.k])
-    found = Search(llm, {"draft": twin}, texts(7), Question((1, 2, 4), (3,), repeat=2), Journal(None, {}))
+    found = Search(llm, {"draft": twin}, texts(7), SearchSpace((1, 2, 4), (3,), repeat=2), Journal(None, {}))
     assert found.run().chosen == Contender("draft", 4)
     assert {count for _, count in ran} == {3} and found.num_prompts("draft k=4") == len(found.texts) == 6
 
@@ -196,7 +197,7 @@ def test_a_method_that_fails_is_dropped_with_the_reason(llm: LLM, twin: Proposer
     chosen = found.run()
     assert "failed during a run" in found.reasons["ngram"]
     assert chosen.chosen.method in (PLAIN, "draft") and not any(label.startswith("ngram") for label in found.taus)
-    assert all("ngram" not in label for each in found.passed for label in each.standing.speedups)
+    assert all("ngram" not in label for each in found.rung_results for label in each.ranking.speedups)
     assert not llm.engine.has_work and llm.proposer.name == PLAIN
 
 
@@ -292,7 +293,7 @@ def test_an_interrupt_loses_only_the_run_in_progress(
     stop = len(sought) + 1
     again = started(llm, dict(proposers), Journal(file, {"a": 1}, resume=True))
     again.run()  # a finished search runs nothing
-    assert [each.standing for each in again.passed] == [each.standing for each in resumed.passed]
+    assert [each.ranking for each in again.rung_results] == [each.ranking for each in resumed.rung_results]
 
 
 def test_progress_counts_runs_and_estimates_the_time_left(llm: LLM, twin: Proposer, timed: Any) -> None:
@@ -313,7 +314,7 @@ def test_recorded_outputs_equal_plain_decoding(llm: LLM, twin: Proposer) -> None
 
 
 def test_real_runs_generate_the_recorded_outputs(llm: LLM, twin: Proposer) -> None:
-    found = Search(llm, {"draft": twin}, texts(2, 8), Question((2,), repeat=1), Journal(None, {}))
+    found = Search(llm, {"draft": twin}, texts(2, 8), SearchSpace((2,), repeat=1), Journal(None, {}))
     found.run()
     assert set(found.taus) == {PLAIN, "draft k=2", "draft k=auto"}
     assert found.tau(PLAIN) == 1.0 and found.tau("draft k=2") > 2
@@ -383,12 +384,7 @@ def test_a_method_out_of_memory_does_not_affect_others(llm: LLM, monkeypatch: py
 def test_methods_that_fit_a_target(llm: LLM) -> None:
     names = chosen_methods(["suffix", "all"])
     assert names[0] == "suffix" and PLAIN not in names and len(names) == len(set(names))
-    proposers, reasons = fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, names, ExactMatchVerifier())
+    proposers, reasons = fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, names)
     assert {"suffix", "ngram", "early-exit", "low-bit"} <= set(proposers) and {"draft", "medusa", "eagle"} <= set(reasons)
-    chains = ExactMatchVerifier()
-    chains.supports_trees = False  # type: ignore[misc]
-    assert (
-        "supports chains only" in fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, ["eagle"], chains)[1]["eagle"]
-    )
     with pytest.raises(OutriderError, match="unknown method"):
         chosen_methods(["nonsense"])

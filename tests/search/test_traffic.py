@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_folder import make_tokenizer
 
-from outrider.search.traffic import Text, encoded, read_builtin, read_file
+from outrider.search.traffic import RecordedPrompt, encoded, read_builtin, read_file
 from outrider.types import OutriderError, SamplingParams
 
 DEFAULTS = SamplingParams(max_tokens=40, temperature=0.3)
@@ -163,5 +163,5 @@ def test_a_long_prompt_keeps_its_end_and_leaves_room_for_the_answer() -> None:
 
 def test_all_contenders_generate_the_recorded_number_of_tokens() -> None:
     params = SamplingParams(max_tokens=50, temperature=0.7, stop=("x",), stop_token_ids=(3,))
-    again = Text([1], params, [4, 5, 6]).again
+    again = RecordedPrompt([1], params, [4, 5, 6]).replay_params
     assert again == SamplingParams(max_tokens=3, temperature=0.7, ignore_eos=True)

@@ -15,9 +15,10 @@ from outrider.bench.breakdown import Rounds
 from outrider.bench.contenders import Contender
 from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
 from outrider.bench.loops import ends_in_loop, loop_share, loop_start
-from outrider.bench.measure import PHASES, Run
+from outrider.bench.measure import Run
 from outrider.bench.provenance import provenance
 from outrider.bench.statistics import Timings, percentiles, speed_interval, speedup_interval
+from outrider.engine.stats import PHASES
 
 if TYPE_CHECKING:
     from outrider.runner import ModelRunner
@@ -156,7 +157,7 @@ def _added(runs: Sequence[Run]) -> Run:
 def _expectation(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     """Return the formula's decoding speedup and the contribution of each part of a round."""
     total = _added(runs)
-    stats, longest = total.stats, [(round_.times.draft, max(round_.depths, default=0)) for round_ in total.rounds]
+    stats, longest = total.stats, [(round_.times.draft, max(round_.proposed_depths, default=0)) for round_ in total.rounds]
     steps = [seconds / depth for seconds, depth in longest if depth]
     rounds = Rounds(
         ms=_ms(runs),

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from outrider.bench.contenders import Contender, Contenders
     from outrider.engine.outputs import Chunk
 
-PHASES = ("draft", "score", "verify", "host")
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # clears the high-water mark, see proc(5)
 

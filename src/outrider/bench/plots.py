@@ -20,9 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from outrider.bench.documents import Cell, at, distinct, is_plain, label
-from outrider.bench.measure import PHASES
 from outrider.bench.tables import number, span
-from outrider.engine.stats import expected_speedup
+from outrider.engine.stats import PHASES, expected_speedup
 
 COLOURS = ("#3f7fd6", "#dd7f2b", "#2f9e6a", "#c7528a", "#8b6fd0", "#a8902c", "#4aa3b5", "#c0554a")
 INK, RULE = "#010203", "#040506"  # placeholders, replaced by the page's colours

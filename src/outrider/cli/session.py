@@ -120,12 +120,10 @@ def fitting(
 
     Raises ``OutriderError`` if a ``required`` method does not fit.
     """
-    from outrider.engine.config import build_verifiers
     from outrider.engine.methods import fitting_proposers
 
     speculation = replace(llm.speculation, draft=models.draft)
-    verifier = build_verifiers(speculation)[0]
-    proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods, verifier)
+    proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods)
     for method, reason in reasons.items():
         if method in required:
             raise OutriderError(f"{method}: {reason}")

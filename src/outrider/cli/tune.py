@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outrider.runner import ModelRunner
-    from outrider.search import Question, Search
+    from outrider.search import Search, SearchSpace
     from outrider.search.choice import Decision
-    from outrider.search.traffic import Text, TrafficRequest
+    from outrider.search.traffic import RecordedPrompt, TrafficRequest
 
 PLAN = "plan.toml"
 MAX_TOKENS = 96  # default limit per answer
@@ -129,17 +129,17 @@ def command(
     from outrider.search.journal import Journal
     from outrider.search.traffic import encoded
 
-    question = read_question(options)
-    prompts = read_traffic(traffic, sampling, max(question.batches))
+    space = read_space(options)
+    prompts = read_traffic(traffic, sampling, max(space.batches))
     output.check(traffic.traffic)
     _, methods = named_methods(options.method, models)
-    llm = load_plain(models, methods, max_batch=max(*question.batches, 8))
+    llm = load_plain(models, methods, max_batch=max(*space.batches, 8))
     texts = encoded(llm.tokenizer, prompts, llm.runner.max_len)
-    journal = Journal(output.journal, fingerprint(models, options, question, texts, llm.runner), output.resume)
+    journal = Journal(output.journal, fingerprint(models, options, space, texts, llm.runner), output.resume)
     proposers, reasons = fitting(llm, models, methods, required=split_methods(options.method))
     try:
         with progress() as report:
-            search = Search(llm, proposers, texts, question, journal, report, reasons)
+            search = Search(llm, proposers, texts, space, journal, report, reasons)
             chosen = search.run()
     except KeyboardInterrupt:
         if any(journal.document["found"].values()):
@@ -193,13 +193,13 @@ def movable(source: str) -> str:
     return id_of_cached(located(source))
 
 
-def read_question(options: SearchOptions) -> Question:
+def read_space(options: SearchOptions) -> SearchSpace:
     """Return the search space. Raises ``OutriderError`` for invalid lengths and batch sizes."""
-    from outrider.search import Question
+    from outrider.search import SearchSpace
 
     batches = parse_list("--batch", options.batch, int)
     lengths = (
-        Question.lengths
+        SearchSpace.lengths
         if options.num_draft_tokens is None
         else tuple(k for k in parse_list("--num-draft-tokens", options.num_draft_tokens, parse_k) if isinstance(k, int))
     )
@@ -207,7 +207,7 @@ def read_question(options: SearchOptions) -> Question:
         raise OutriderError(
             "invalid --batch or --num-draft-tokens: expected integers of at least 1 (auto and plain decoding always run)"
         )
-    return Question(lengths, batches, options.repeat)
+    return SearchSpace(lengths, batches, options.repeat)
 
 
 def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions, batch: int) -> list[TrafficRequest]:
@@ -236,7 +236,7 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions, batch: int)
 
 
 def fingerprint(
-    models: ModelOptions, options: SearchOptions, question: Question, texts: Sequence[Text], runner: ModelRunner
+    models: ModelOptions, options: SearchOptions, space: SearchSpace, texts: Sequence[RecordedPrompt], runner: ModelRunner
 ) -> dict[str, Any]:
     """Return all inputs that the results depend on."""
     from outrider.bench.provenance import same_program
@@ -247,9 +247,9 @@ def fingerprint(
     return {
         "models": asdict(models),
         "methods": options.method,
-        "k": list(question.lengths),
-        "batch": list(question.batches),
-        "repeat": question.repeat,
+        "k": list(space.lengths),
+        "batch": list(space.batches),
+        "repeat": space.repeat,
         "traffic": digest([text.prompt for text in texts]),
         "sampling_settings": digest([text.params for text in texts]),
         **same_program(runner),

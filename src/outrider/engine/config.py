@@ -174,8 +174,6 @@ def _fitting(
     """Build a choice; None if it was found automatically and does not fit. A draft named by the user may need translation."""
     chosen = replace(speculation, method=choice.method, draft=choice.draft)
     try:
-        if choice.is_found:
-            check_trees(choice.method, speculation.verifier)
         return _built(chosen, runner, tokenizer)
     except Exception as misfit:  # for example out of memory
         if choice.is_found:
@@ -201,14 +199,6 @@ def _built(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedT
         )
     )
     return proposer
-
-
-def check_trees(method: str, verifier: str | Verifier) -> None:
-    """Raise ``OutriderError`` if the method drafts trees and the verifier supports chains only."""
-    rule = VERIFIERS.get(verifier) if isinstance(verifier, str) else verifier
-    if not rule.supports_trees and PROPOSERS.get(split_method(method)[0]).drafts_trees:
-        name = rule.__name__ if isinstance(rule, type) else type(rule).__name__
-        raise OutriderError(f"it drafts trees, and {name} supports chains only")
 
 
 def in_one_line(failure: Exception) -> str:

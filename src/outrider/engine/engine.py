@@ -20,7 +20,7 @@ from outrider.engine.ledger import Ledger
 from outrider.engine.logprobs import token_logprobs
 from outrider.engine.outputs import Emission
 from outrider.engine.policy import LengthPolicy
-from outrider.engine.round import Parts, RoundResult, TargetError, check_supports_trees, finish_round, run_round
+from outrider.engine.round import Parts, RoundResult, TargetError, finish_round, run_round
 from outrider.engine.scheduler import Batch, Entry, Scheduler, State
 from outrider.engine.stats import GenerationStats
 from outrider.errors import TARGET_FAILED
@@ -76,8 +76,9 @@ class Engine:
         self._hidden = proposer.needs_hidden
         self._clock = PhaseClock()
         self._ledger = Ledger(runner.costs, drafts_with_model=not proposer.is_model_free)
+        supports_trees = runner.supports_trees and all(verifier.supports_trees for verifier in verifiers)
         self._guard = GuardedProposer(
-            ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, runner.supports_trees
+            ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, supports_trees
         )
         ahead = proposer.drafts_ahead and not self._hidden  # forced tokens have no hidden states before they are scored
         drafter = GrammarDrafts(self._guard, self._make_sampler, drafts_ahead=ahead, max_drafts=runner.max_drafts)
@@ -85,8 +86,6 @@ class Engine:
         self._parts = Parts(
             self._grammar_drafts or self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden
         )
-        if proposer.drafts_trees:
-            check_supports_trees(verifiers[0])
 
     @property
     def stats(self) -> GenerationStats:
@@ -179,7 +178,7 @@ class Engine:
         """
         requests = batch.context.requests
         pairs = zip(self.policy.next_lengths(batch.context), [request.num_draft_tokens for request in requests], strict=True)
-        lengths = [k if own is None else min(own, self.proposer.max_drafts) for k, own in pairs]
+        lengths = [min(k if own is None else own, self.proposer.max_drafts) for k, own in pairs]
         if self.runner.max_drafts is not None:
             lengths = [min(length, self.runner.max_drafts) for length in lengths]
         if batch.is_prefill:
@@ -257,8 +256,8 @@ class Engine:
 
     def _prefill_chunk(self, entries: Sequence[Entry]) -> None:
         requests = [entry.request for entry in entries]
-        ids, texts = [request.request_id for request in requests], [request.token_ids for request in requests]
-        for entry, is_prefilled in zip(entries, self.runner.prefill(ids, texts, self._hidden), strict=True):
+        ids, sequences = [request.request_id for request in requests], [request.token_ids for request in requests]
+        for entry, is_prefilled in zip(entries, self.runner.prefill(ids, sequences, self._hidden), strict=True):
             self.scheduler.move(entry, State.FIRST_ROUND if is_prefilled else State.PREFILL)
 
     def _prefill_drafts(self, context: Context) -> Context:
@@ -289,14 +288,14 @@ class Engine:
 
     def _start(self, request: Request) -> None:
         """Start a new request from its longest cached prefix, cut where the proposer lacks hidden states."""
-        text, limit = request.token_ids, None
+        token_ids, limit = request.token_ids, None
         if self._hidden:
             num_draft_cached = self._guard.start(request)
             if request.may_draft and request.num_draft_tokens is None:
-                num_recomputed = max(self.runner.num_cached(text) - num_draft_cached, 0)
+                num_recomputed = max(self.runner.num_cached(token_ids) - num_draft_cached, 0)
                 request.may_draft = self.policy.start(request, len(self.scheduler.running), num_draft_cached, num_recomputed)
             limit = num_draft_cached if request.may_draft else None
-        self._ledger.start(request.request_id, self.runner.start(request.request_id, text, limit))
+        self._ledger.start(request.request_id, self.runner.start(request.request_id, token_ids, limit))
 
     def _fork(self, entry: Entry) -> None:
         """If the prompt is already cached for another request, copy that cache."""

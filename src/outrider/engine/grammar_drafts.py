@@ -3,7 +3,7 @@
 A token that the masks of a request leave as the only one has probability 1 under the target, whatever its logits and the
 sampler's settings: as a draft it is accepted at any temperature, for one more row of a pass instead of a pass. Where the masks
 leave a few tokens, such as white space and punctuation between the keys of a JSON object, the one chosen there before is
-guessed (``Layout``). A guess is a draft like any other: the target may reject it.
+guessed (``TokenGuesser``). A guess is a draft like any other: the target may reject it.
 
 ``GrammarDrafts`` stands between the round and the guarded proposer. Forced tokens come before the proposer's drafts, which it
 makes as if they were committed, and after a chain of drafts. A proposer without ``drafts_ahead`` cannot continue after forced
@@ -31,20 +31,20 @@ from outrider.types import BatchSampler, Context, Matcher, Proposal, Request, Ve
 
 MAX_DRAFTS = 15  # forced and guessed drafts of a request in one round: a pass of 16 rows; a longer span takes another round
 MAX_CHOICES = 256  # tokens among which one is guessed
-MAX_PLACES = 4096  # whose tokens are remembered; the oldest is dropped
-MOST_SURE = 3  # of a place's counter, which starts at 1: a wrong guess takes 1, a right one adds 1, and at 0 nothing is guessed
+MAX_STATES = 4096  # states that are remembered; the oldest is dropped
+MAX_COUNTER = 3  # a state's counter starts at 1; a right guess adds 1, a wrong one takes 1, and at 0 nothing is guessed
 
 
-class Layout:
-    """The tokens that were chosen where masks left a few. Two-bit counters (Smith, 1981) tell whether they are guessed again.
+class TokenGuesser:
+    """Guess the token that was chosen before where masks leave a few. Two-bit counters (Smith, 1981) tell whether to guess.
 
-    A place is the token before and the set of allowed tokens, which tells most states of a grammar apart. At a new place, the
-    allowed token that was chosen last anywhere is guessed: white space and punctuation mostly continue alike. Places are shared
+    A state is the token before and the set of allowed tokens, which distinguishes most states of a grammar. In a new state, the
+    allowed token that was chosen last anywhere is guessed: white space and punctuation mostly continue alike. States are shared
     by all grammars of an engine.
     """
 
     def __init__(self) -> None:
-        self._chosen: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()  # place -> token, counter
+        self._choices: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()  # state -> token, counter
         self._latest: dict[int, int] = {}  # token -> when it was chosen last
         self._now = 0
 
@@ -53,9 +53,9 @@ class Layout:
         few = _few(allowed)
         if few is None:
             return None
-        place = before, few.tobytes()
-        if place in self._chosen:
-            token, counter = self._chosen[place]
+        state = before, few.tobytes()
+        if state in self._choices:
+            token, counter = self._choices[state]
             return token if counter > 0 else None
         latest: int = max(few.tolist(), key=lambda token: self._latest.get(token, -1))
         return latest if latest in self._latest else None
@@ -67,14 +67,14 @@ class Layout:
             return
         self._now += 1
         self._latest[token] = self._now
-        place = before, few.tobytes()
-        known, counter = self._chosen.pop(place, (token, 0))
+        state = before, few.tobytes()
+        known, counter = self._choices.pop(state, (token, 0))
         if known == token:
-            self._chosen[place] = token, min(counter + 1, MOST_SURE)
+            self._choices[state] = token, min(counter + 1, MAX_COUNTER)
         else:
-            self._chosen[place] = (known, counter - 1) if counter > 0 else (token, 0)
-        if len(self._chosen) > MAX_PLACES:
-            self._chosen.popitem(last=False)
+            self._choices[state] = (known, counter - 1) if counter > 0 else (token, 0)
+        if len(self._choices) > MAX_STATES:
+            self._choices.popitem(last=False)
 
 
 def _few(allowed: Tensor) -> np.ndarray[Any, Any] | None:
@@ -89,7 +89,7 @@ class _Row:
 
     room: int  # maximum number of drafts
     before: list[int]
-    num_certain: int  # of those before: forced, ahead of the first guess
+    num_certain: int  # of those before: forced tokens before the first guess
     own: list[bool] = field(default_factory=list)  # whether each draft of the inner drafter is forced
     after: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # all of these, in the order of the round's proposal
@@ -117,7 +117,7 @@ class GrammarDrafts:
         self._inner, self._make_sampler, self._drafts_ahead = inner, make_sampler, drafts_ahead
         self._max_drafts = max_drafts
         self._most = MAX_DRAFTS if max_drafts is None else min(MAX_DRAFTS, max_drafts)
-        self._layout = Layout()
+        self._guesser = TokenGuesser()
         self._rows: dict[str, _Row] = {}  # by request id, for requests with a grammar
         self._view: Context | None = None  # context of the inner drafter, if it differs from the round's
 
@@ -130,11 +130,11 @@ class GrammarDrafts:
         for request, limit in zip(context.requests, context.limits, strict=True):
             if request.matcher is not None and request.num_draft_tokens != 0 and limit > 0:
                 room = limit if self._max_drafts is None else min(limit, self._max_drafts)
-                before, num_certain = likely_tokens(request, [], min(self._most, limit), self._layout)
+                before, num_certain = likely_tokens(request, [], min(self._most, limit), self._guesser)
                 self._rows[request.request_id] = _Row(0 if is_dead_end(request, []) else room, before, num_certain)
 
     def propose(self, context: Context, k: int) -> Proposal:
-        """Return the tokens that ``look`` found, at most k drafts of the inner drafter, and the grammar's after them."""
+        """Return the tokens that ``find_tokens`` found, at most k drafts of the inner drafter, and the grammar's after them."""
         if not self._rows:
             return self._inner.propose(context, k)
         proposal = self._inner.propose(self._seen_ahead(context, k), k)
@@ -146,7 +146,7 @@ class GrammarDrafts:
         """Pass on the verdict on the inner drafter's own drafts, and learn what was chosen."""
         self._learn(context, verdict)
         if any(row.before or row.after for row in self._rows.values()):
-            verdict = self._on_own(context, verdict)
+            verdict = self._verdict_on_inner_drafts(context, verdict)
         if self._view is not None:
             context = self._view.take([self._view.request_ids.index(request_id) for request_id in context.request_ids])
         self._inner.commit(context, verdict)
@@ -191,7 +191,7 @@ class GrammarDrafts:
                 row.own.append(_only_token(allowed_after(request, [*row.before, *path])) == token)
             room = min(self._most, row.room) - len(row.before) - num_own
             if room > 0 and (trees is None or num_own == 0):
-                row.after, _ = likely_tokens(request, [*row.before, *drafts[b][:num_own]], room, self._layout)
+                row.after, _ = likely_tokens(request, [*row.before, *drafts[b][:num_own]], room, self._guesser)
             row.drafts = [*row.before, *drafts[b][:num_own], *row.after]
 
     def _learn(self, context: Context, verdict: Verdict) -> None:
@@ -204,9 +204,9 @@ class GrammarDrafts:
             for at, (before, each) in enumerate(pairwise([request.token_ids[-1], *chosen])):
                 allowed = allowed_after(request, chosen[:at])
                 if allowed is not None:
-                    self._layout.learn(before, allowed, each)
+                    self._guesser.learn(before, allowed, each)
 
-    def _on_own(self, context: Context, verdict: Verdict) -> Verdict:
+    def _verdict_on_inner_drafts(self, context: Context, verdict: Verdict) -> Verdict:
         paths, next_tokens = list(verdict.paths), list(verdict.next_tokens)
         for b, request_id in enumerate(context.request_ids):
             row = self._rows.get(request_id)
@@ -236,7 +236,7 @@ def _ahead(request: Request, run: Sequence[int]) -> Request:
     return replace(request, token_ids=[*request.token_ids, *run], matcher=matcher)
 
 
-def likely_tokens(request: Request, path: Sequence[int], most: int, layout: Layout) -> tuple[list[int], int]:
+def likely_tokens(request: Request, path: Sequence[int], most: int, guesser: TokenGuesser) -> tuple[list[int], int]:
     """Return at most that many tokens after a request's output and the drafts of ``path``: the only ones allowed, and guesses.
 
     Also return how many come before the first guess. The last token is left out if none can follow it (the end of the text, a
@@ -251,7 +251,7 @@ def likely_tokens(request: Request, path: Sequence[int], most: int, layout: Layo
             if allowed is None or is_empty(allowed):
                 run = run[:-1]
                 break
-            token = layout.guess([request.token_ids[-1], *path, *run][-1], allowed)
+            token = guesser.guess([request.token_ids[-1], *path, *run][-1], allowed)
             if token is None:
                 break
             num_certain = len(run) if num_certain is None else num_certain

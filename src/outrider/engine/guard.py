@@ -40,7 +40,7 @@ class GuardedProposer:
     ) -> None:
         """``report`` is called with the ids of requests for which the proposer failed.
 
-        ``supports_trees``: whether the target scores trees. If not, each tree is reduced to its first path.
+        ``supports_trees``: whether target and verifiers support trees. If not, each tree is reduced to its first path.
         """
         self._proposer, self._vocab_size, self._report = proposer, vocab_size, report
         self._supports_trees = supports_trees
@@ -154,7 +154,7 @@ class GuardedProposer:
         return self._round_index >= drafting.paused_until and not (drafting.num_faults and self._features.layers)
 
     def _as_scored(self, checked: Checked, context: Context) -> Checked:
-        """Reduce trees to chains if the target scores no trees, and keep the drafts' indices in the proposer's trees."""
+        """Reduce trees to chains unless target and verifiers support trees; keep the indices in the proposer's trees."""
         kept = checked.kept
         if not self._supports_trees:
             chains, paths = checked.proposal.first_paths()

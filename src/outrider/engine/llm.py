@@ -33,6 +33,7 @@ from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token
 from outrider.engine.stats import GenerationStats
 from outrider.errors import TARGET_FAILED, check_text
 from outrider.hub import check_repository, local_gguf
+from outrider.options import INT32, Option, whole
 from outrider.registry import AUTO
 from outrider.runner import ModelRunner
 from outrider.types import OutriderError, Request, SamplingParams
@@ -124,10 +125,13 @@ class LLM:
         """Compile passes and measure them with and without drafts, which would otherwise slow down the first rounds.
 
         ``num_draft_tokens``: K of the rounds to prepare for; None: the largest K that this ``LLM`` may request.
+        ``batch``: their batch size. Raises ``OutriderError`` for an invalid value and if running requests leave no room.
         """
         with self._open():
+            batch = Option(whole(1, self.runner.max_batch), "").read("batch", batch)
+            k = Option(whole(0, INT32), "", optional=True).read("num_draft_tokens", num_draft_tokens)
             self._check_has_room(batch)
-            k = longest_draft(self.speculation, self.proposer) if num_draft_tokens is None else num_draft_tokens
+            k = longest_draft(self.speculation, self.proposer) if k is None else min(k, self.proposer.max_drafts)
             hidden = self.proposer.needs_hidden
             self.runner.prepare(hidden)
             self.proposer.warmup(k, batch)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider.engine.config import build_proposer, check_trees, in_one_line
+from outrider.engine.config import build_proposer, in_one_line
 from outrider.engine.finding import MethodChoice, choices, target_files
 from outrider.engine.options import Speculation
 from outrider.method_text import split_method, split_methods
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from outrider.runner import ModelRunner
-    from outrider.verifiers.base import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +55,8 @@ def fitting_proposers(
     runner: ModelRunner,
     tokenizer: PreTrainedTokenizerBase | None,
     methods: Sequence[str],
-    verifier: Verifier | None = None,
 ) -> tuple[dict[str, Proposer], dict[str, str]]:
-    """Return proposers by method, and the reason for each method that does not fit this target or ``verifier``.
+    """Return proposers by method, and the reason for each method that does not fit this target.
 
     ``speculation.draft`` is used by methods that take a draft and name none themselves.
     """
@@ -66,8 +64,6 @@ def fitting_proposers(
     reasons: dict[str, str] = {}
     for method in methods:
         try:
-            if verifier is not None:
-                check_trees(method, verifier)
             proposers[method] = build_proposer(replace(speculation, method=method, proposer=None), runner, tokenizer)
         except Exception as misfit:  # for example out of memory; the others may still fit
             reasons[method] = in_one_line(misfit)

@@ -37,11 +37,12 @@ if TYPE_CHECKING:
     TokenizerSource = str | Path | PreTrainedTokenizerBase
 
 VERIFIER = text(f"one of {', '.join(VERIFIERS)}")
-# Attributes that the engine reads from a proposer. The base class provides all except ``propose``.
+# Attributes of ``Proposer``, which the engine uses. The base class provides all except ``propose``.
 PROPOSER_ATTRIBUTES = (
-    *("name", "needs_hidden", "drafts_trees", "max_drafts", "auto_drafts", "drafts_ahead", "is_model_free", "memory"),
-    *("propose", "prefill", "fork", "commit", "release", "retire", "warmup", "num_nodes"),
+    *("name", "needs_hidden", "drafts_trees", "max_drafts", "auto_drafts", "drafts_ahead", "samples_drafts", "is_model_free"),
+    *("memory", "propose", "start", "prefill", "fork", "commit", "release", "retire", "warmup", "num_nodes"),
 )
+POLICY_ATTRIBUTES = ("prices", "start", "next_lengths", "observe", "release")  # of ``LengthPolicy``
 is_tokenizer = has("encode", "decode", "convert_ids_to_tokens")  # the methods in use, which tokenizers.Tokenizer lacks
 A_MODEL = "a folder, a hub id or a loaded transformers model"
 MODEL = objects(A_MODEL, has("forward", "config"), SOURCE)
@@ -101,7 +102,7 @@ class Speculation(CheckedOptions):
         in_plan=True,
     )
     num_draft_tokens: int | str | LengthPolicy = option(
-        objects(f"{DRAFT_LENGTH.expected} or a LengthPolicy", has("next_lengths", "observe", "release"), DRAFT_LENGTH),
+        objects(f"{DRAFT_LENGTH.expected} or a LengthPolicy", has(*POLICY_ATTRIBUTES), DRAFT_LENGTH),
         AUTO,
         "Drafts per round (K); 0 is plain decoding; auto adapts K each round to measured costs and acceptance.",
         panel=METHOD,

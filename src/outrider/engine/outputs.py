@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.stats import GenerationStats
@@ -36,7 +36,7 @@ class Emission:
 
     def followed_by(self, later: Emission) -> Emission:
         """Return the concatenation of both emissions; this one is unchanged."""
-        joined = Emission(self.request_id, list(self.token_ids), list(self.origins), self.text, self.logprobs)
+        joined = replace(self, token_ids=list(self.token_ids), origins=list(self.origins))
         joined.append(later)
         return joined
 

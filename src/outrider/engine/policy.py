@@ -13,7 +13,7 @@ class LengthPolicy(Protocol):
 
     @property
     def prices(self) -> DraftPrices | None:
-        """Return what a further draft of this round must bring; None: as many drafts as requested are made."""
+        """Return the cost of a further draft, in expected tokens; None: the proposer makes as many drafts as requested."""
         ...
 
     def start(self, request: Request, batch: int, num_draft_cached: int, num_recomputed: int) -> bool:

@@ -79,7 +79,7 @@ class FairQueue(Generic[Item]):
             if place.client == gone.client and place.number > gone.number:
                 place.end = min(place.end, max(self._time + place.cost, place.end - gone.cost))
         self._waiting.sort(key=_Place.rank)
-        self._ends[gone.client] = self._ends.get(gone.client, 0.0) - gone.cost
+        self._ends[gone.client] = max((place.end for place in self._waiting if place.client == gone.client), default=0.0)
 
     def _place(self, item: Item) -> _Place[Item] | None:
         return next((place for place in self._waiting if place.item is item), None)

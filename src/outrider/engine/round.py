@@ -11,7 +11,7 @@ from typing import Protocol
 
 from outrider.engine.scheduler import Batch, Scheduler
 from outrider.sampling.grammar_masks import without_dead_ends
-from outrider.types import Context, OutriderError, Proposal, Scores, Verdict
+from outrider.types import Context, Proposal, Scores, Verdict
 from outrider.verifiers.base import Verifier
 
 
@@ -70,8 +70,6 @@ def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> Roun
     context, sampler = batch.context, batch.context.sampler
     sampled, deterministic = parts.verifiers
     verifier = deterministic if sampler.is_deterministic else sampled
-    if proposal.parents is not None:
-        check_supports_trees(verifier)
     try:
         scores = parts.runner.score(context, proposal, parts.hidden)
         to_target = sampler.tokens if verifier.target_input == "tokens" else sampler.probs
@@ -93,11 +91,3 @@ def decided_tokens(proposal: Proposal, verdict: Verdict) -> list[list[int]]:
     drafts = proposal.token_ids.tolist()
     decided = zip(verdict.paths, verdict.next_tokens, strict=True)
     return [[*(drafts[b][node] for node in path), token] for b, (path, token) in enumerate(decided)]
-
-
-def check_supports_trees(verifier: Verifier) -> None:
-    """Raise ``OutriderError`` if the verifier supports chains only."""
-    if not verifier.supports_trees:
-        raise OutriderError(
-            f"{type(verifier).__name__} supports chains only, but the proposer drafts trees: use a verifier that supports trees"
-        )

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from outrider.runner.cost_book import PlainRound
 from outrider.types import PhaseTimes, Round
 
+PHASES = ("draft", "score", "verify", "host")  # of a round
+
 
 def expected_tau(alpha: float, k: float) -> float:
     """Return the expected tokens per round at acceptance alpha: (1 - alpha^(K+1)) / (1 - alpha), Leviathan eq. 1."""
@@ -31,7 +33,7 @@ class GenerationStats:
     most_drafts: int = 0  # maximum of drafted tokens in a round
     num_reached: int = 0  # depths that the verifier reached: all drafts before them were accepted
     num_steps: int = 0  # engine steps: one round for each request of the batch
-    num_draft_steps: int = 0  # sum of the longest path of each step
+    num_draft_steps: int = 0  # sum over the steps of the longest path that the proposer drafted, forced tokens included
     faults: int = 0  # rounds in which the proposer failed
     times: PhaseTimes = field(default_factory=PhaseTimes)
     shared_seconds: float = 0.0  # seconds that plain decoding would spend too: prefill, and rounds without drafts
@@ -60,7 +62,7 @@ class GenerationStats:
         times = round_.times
         self.times.add(times)
         self.num_steps += 1
-        self.num_draft_steps += max(round_.depths, default=0)
+        self.num_draft_steps += max(round_.proposed_depths, default=0)
         self.shared_seconds += times.prefill
         has_drafts = any(round_.lens)
         if is_prefill or not has_drafts:
@@ -157,4 +159,4 @@ class GenerationStats:
     def ms_per_round(self) -> dict[str, float]:
         """Return mean milliseconds per step (one round of the whole batch) by phase: draft, score, verify, host."""
         steps = max(self.num_steps, 1)
-        return {name: 1e3 * getattr(self.times, name) / steps for name in ("draft", "score", "verify", "host")}
+        return {name: 1e3 * getattr(self.times, name) / steps for name in PHASES}

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.errors import errors_as
 from outrider.method_text import options_by_part
 from outrider.options import option, whole
 from outrider.proposers.base import Proposer, merged
@@ -244,7 +245,8 @@ class CombinedMethod(MethodSpec):
         setting = Setting.without_target(options=options)
         self._config(setting)
         for part, own in self._settings(setting):
-            part.check_options(own.options)
+            with errors_as(part.name, OutriderError, detail=str):
+                part.check_options(own.options)
 
     def portable(self, setting: Setting) -> Portable:
         """Describe the combination. Raises ``OutriderError`` for options that one of the methods rejects."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -235,12 +236,12 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
 
 def refuse_missing(source: str | Path) -> None:
     """Raise ``OutriderError`` for a path at which there is neither a folder nor a GGUF file."""
-    path = Path(source)
-    looks_local = path.exists() or is_path(source) or str(source).endswith(".gguf")
-    if looks_local and not path.is_dir() and gguf.find(source) is None:
-        problem = "it is a file of another kind" if path.is_file() else "it does not exist"
+    exists = os.path.exists(source)  # Path.exists raises OSError, such as for a name that is too long
+    looks_local = exists or is_path(source) or str(source).endswith(".gguf")
+    if looks_local and not os.path.isdir(source) and gguf.find(source) is None:
+        problem = "it is a file of another kind" if os.path.isfile(source) else "it does not exist or cannot be read"
         raise OutriderError(f"no model folder or .gguf file at {source}: {problem}")
-    if not path.exists() and not is_hub_id(source):
+    if not exists and not is_hub_id(source):
         raise OutriderError(f"no model folder {str(source)!r}: {expected_of(source)}")
 
 

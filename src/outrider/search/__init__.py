@@ -1,5 +1,5 @@
 """Search for the fastest plan for given traffic, by successive halving over measured runs."""
 
-from outrider.search.search import Question, Search
+from outrider.search.search import Search, SearchSpace
 
-__all__ = ["Question", "Search"]
+__all__ = ["Search", "SearchSpace"]

@@ -11,7 +11,7 @@ from outrider.bench.grid import PLAIN_CONTENDER
 from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
 from outrider.registry import PLAIN, PROPOSERS
-from outrider.search.halving import Standing
+from outrider.search.halving import Ranking
 from outrider.search.measurements import Ratio
 
 MAX_LOSS = 0.03  # largest loss of speed accepted for a simpler method
@@ -36,11 +36,11 @@ def simplicity(contender: Contender, proposers: Mapping[str, Proposer]) -> tuple
 
 
 def choose(
-    finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], proposers: Mapping[str, Proposer], last: Standing
+    finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], proposers: Mapping[str, Proposer], last: Ranking
 ) -> Decision:
     """Choose the simplest method that is as fast as the fastest one, at its fastest draft length.
 
-    ``ratio``: speed of one label / speed of another; ``last``: the last standing, which knows the noise. A method is as fast as
+    ``ratio``: speed of one label / speed of another; ``last``: the last ranking, which knows the noise. A method is as fast as
     the fastest if their difference is within noise, or the interval of their ratio contains 1, and the loss is at most
     ``MAX_LOSS``. A contender that is not significantly faster than plain decoding is never chosen: its interval must lie above
     1, and its speedup above what the fastest of all candidates reaches by chance (with few groups of prompts intervals are too

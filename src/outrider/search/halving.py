@@ -53,7 +53,7 @@ def rungs(total: int, repeats: int) -> list[Rung]:
 
 
 @dataclass(frozen=True)
-class Standing:
+class Ranking:
     """Contenders after a rung, fastest first, and the smallest significant difference."""
 
     speedups: dict[str, float]  # label -> speedup over plain decoding
@@ -65,13 +65,13 @@ class Standing:
         return log(self.speedups[label] / than) < -self.margin
 
 
-def standing(measured: Measurements, labels: Sequence[str], groups: Sequence[Group], num_tried: int = 1) -> Standing:
+def ranking(measured: Measurements, labels: Sequence[str], groups: Sequence[Group], num_tried: int = 1) -> Ranking:
     """Return the speeds of contenders over ``groups``, which all of them must have run on. Batch sizes have equal weights.
 
     ``num_tried``: contenders of the whole search. The fastest of many is fast by chance, too (Bonferroni's correction).
     """
     if not labels:
-        return Standing({}, 0.0)
+        return Ranking({}, 0.0)
     everyone = [PLAIN, *labels]
     logs = np.zeros(len(everyone))
     variance = 0.0
@@ -84,7 +84,7 @@ def standing(measured: Measurements, labels: Sequence[str], groups: Sequence[Gro
     speedups = {label: float(np.exp(logs[1 + i])) for i, label in enumerate(labels)}
     ranked = dict(sorted(speedups.items(), key=lambda each: -each[1]))
     error = sqrt(2 * variance)  # of the difference between two contenders
-    return Standing(ranked, CONFIDENCE * error, NormalDist().inv_cdf(1 - FALSE_GAINS / num_tried) * error)
+    return Ranking(ranked, CONFIDENCE * error, NormalDist().inv_cdf(1 - FALSE_GAINS / num_tried) * error)
 
 
 def noise(seconds: Array) -> float:
@@ -100,7 +100,7 @@ def noise(seconds: Array) -> float:
     return float(sqrt((residuals**2).sum() / ((contenders - 1) * (groups - 1))))
 
 
-def survivors(found: Standing, rung: Rung) -> list[str]:
+def survivors(found: Ranking, rung: Rung) -> list[str]:
     """Return the contenders that continue in the next rung, fastest first.
 
     Contenders significantly slower than plain decoding are dropped, and the slower half of the rest except those within noise
@@ -115,7 +115,7 @@ def survivors(found: Standing, rung: Rung) -> list[str]:
     return kept[: max(half, FINALISTS)] if rung.is_whole else kept
 
 
-def is_final(found: Standing, rung: Rung) -> bool:
+def is_final(found: Ranking, rung: Rung) -> bool:
     """Return whether more measurements could improve the choice by at most ``RESOLUTION``."""
     left = survivors(found, rung)
     if not left:

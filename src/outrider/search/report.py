@@ -11,7 +11,7 @@ from outrider.bench.contenders import Contender
 from outrider.bench.provenance import provenance
 from outrider.bench.tables import add_row, bare_table, number, span
 from outrider.registry import PLAIN
-from outrider.search.search import Passed, Search
+from outrider.search.search import RungResult, Search
 
 if TYPE_CHECKING:
     from outrider.bench.plots import Plot
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 COLUMNS = ("method", "k", "speedup", "95%", "tokens per round", "prompts", "why")
 RUNG = ("rung", "contenders", "batches of prompts", "fastest", "resolved")
-SHOWN, TOLD = 10, 4  # candidates in the terminal's table, and explained below it; the HTML page lists all
+SHOWN, NUM_EXPLAINED = 10, 4  # candidates in the terminal's table, and explained below it; the HTML page lists all
 
 
 def result(search: Search, chosen: Decision, target: str) -> dict[str, Any]:
     """Return the result of a search as JSON-ready data: the plan, the speedup of every candidate, and each rung."""
-    journal, question, gap = search.journal, search.question, search.oracle_gap()
+    journal, space, gap = search.journal, search.space, search.oracle_gap()
     rows = [_candidate(search, chosen, each) for each in search.candidates.values() if each.method not in search.reasons]
     rows.sort(key=lambda row: (not row["chosen"], -row["prompts"], -row["speedup"]))
     return {
@@ -37,7 +37,7 @@ def result(search: Search, chosen: Decision, target: str) -> dict[str, Any]:
         "plain": chosen.others.get(PLAIN),
         "oracle_gap": None if gap is None else round(gap, 4),
         "candidates": rows,
-        "rungs": [_rung(each) for each in search.passed],
+        "rungs": [_rung(each) for each in search.rung_results],
         "not_possible": search.reasons,
         "traffic": {
             "prompts": len(search.texts),
@@ -45,7 +45,7 @@ def result(search: Search, chosen: Decision, target: str) -> dict[str, Any]:
             "tokens": sum(len(text.output) for text in search.texts),
             "temperatures": sorted({text.params.temperature for text in search.texts}),
         },
-        "batches": list(question.batches),
+        "batches": list(space.batches),
         "seconds": journal.document["seconds"],
     }
 
@@ -65,14 +65,14 @@ def _candidate(search: Search, chosen: Decision, contender: Contender) -> dict[s
     }
 
 
-def _rung(passed: Passed) -> dict[str, Any]:
+def _rung(finished: RungResult) -> dict[str, Any]:
     return {
-        "name": passed.name,
-        "contenders": len(passed.standing.speedups),
-        "groups": passed.groups,
-        "leader": passed.leader,
-        "margin": round(passed.standing.margin, 4),
-        "seconds": round(passed.seconds, 1),
+        "name": finished.name,
+        "contenders": len(finished.ranking.speedups),
+        "groups": finished.groups,
+        "leader": finished.leader,
+        "margin": round(finished.ranking.margin, 4),
+        "seconds": round(finished.seconds, 1),
     }
 
 
@@ -88,7 +88,7 @@ def table(found: Mapping[str, Any]) -> Table:
 
 def not_chosen(found: Mapping[str, Any]) -> list[str]:
     """Return the reasons against the next best candidates."""
-    others = [row for row in found["candidates"] if not row["chosen"]][:TOLD]
+    others = [row for row in found["candidates"] if not row["chosen"]][:NUM_EXPLAINED]
     return [f"{row['method']} k={row['k']}: {row['why']}" for row in others]
 
 

@@ -17,16 +17,16 @@ from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, warm_up
 from outrider.bench.measure import generate
 from outrider.engine.config import in_one_line
-from outrider.method_text import in_turn, split_method
+from outrider.method_text import combined, split_method
 from outrider.progress import Progress
 from outrider.proposers.base import Proposer
 from outrider.registry import AUTO, PLAIN, PROPOSERS
 from outrider.search import choice, halving, oracle
 from outrider.search.choice import Decision
-from outrider.search.halving import Rung, Standing
+from outrider.search.halving import Ranking, Rung
 from outrider.search.journal import Journal, JournalError
 from outrider.search.measurements import Group, Measurements
-from outrider.search.traffic import Text
+from outrider.search.traffic import RecordedPrompt
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ MIN_PAIR_SPEEDUP = 1.05  # minimum speedup of both methods for trying their comb
 
 
 @dataclass(frozen=True)
-class Question:
+class SearchSpace:
     """The search space."""
 
     lengths: tuple[int, ...] = (1, 2, 4, 8, 15)  # K of the candidates; the adaptive length is always added
@@ -50,19 +50,19 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Passed:
+class RungResult:
     """A finished rung and its results."""
 
     name: str
     groups: int  # groups of prompts, over all batch sizes
-    standing: Standing
+    ranking: Ranking
     seconds: float  # since this process started the search
 
     @property
     def leader(self) -> str:
         """Return the fastest contender, or plain decoding if none is faster."""
-        best = next(iter(self.standing.speedups), PLAIN)
-        return best if self.standing.speedups.get(best, 0.0) > 1 else PLAIN
+        best = next(iter(self.ranking.speedups), PLAIN)
+        return best if self.ranking.speedups.get(best, 0.0) > 1 else PLAIN
 
 
 @dataclass
@@ -71,8 +71,8 @@ class Search:
 
     llm: LLM
     proposers: dict[str, Proposer]
-    texts: list[Text]  # without outputs until they are recorded
-    question: Question
+    texts: list[RecordedPrompt]  # without outputs until they are recorded
+    space: SearchSpace
     journal: Journal
     report: Callable[[Progress], None] = lambda progress: None
     reasons: dict[str, str] = field(default_factory=dict)  # method -> why it is not a candidate
@@ -83,21 +83,21 @@ class Search:
         self.measured = Measurements()
         self.taus: dict[str, list[float]] = {}  # label -> tokens per round of each run
         self.walks: dict[Group, dict[str, oracle.Walk]] = {}  # label -> walk, for greedy outputs at batch size 1
-        self.passed: list[Passed] = []
+        self.rung_results: list[RungResult] = []
         self._warm: set[tuple[Contender, int]] = set()
         self._orders = random.Random(0)  # of contenders in a turn
-        self._batch = self.question.batches[0]  # of the last run
+        self._batch = self.space.batches[0]  # of the last run
         self._done, self._total = 0, 0  # number of runs
         self._timed, self._spent = 0, 0.0  # runs of this process (not from the journal), and their seconds
         self._started = perf_counter()
 
     def run(self) -> Decision:
         """Run all stages and return the choice. Raises ``OutriderError`` if the target fails."""
-        num_used = max(len(self.texts) // batch * batch for batch in self.question.batches)  # only whole batches run
+        num_used = max(len(self.texts) // batch * batch for batch in self.space.batches)  # only whole batches run
         self.texts = self.record()[:num_used]
         running = [contender for method in self.proposers for contender in self._contenders_of(method)]
         others: dict[str, str] = {}
-        plan = halving.rungs(len(self.texts) // min(self.question.batches), self.question.repeat)
+        plan = halving.rungs(len(self.texts) // min(self.space.batches), self.space.repeat)
         for number, rung in enumerate(plan):
             name = f"rung {number + 1}"
             self._plan_runs(len(running), plan[number:])
@@ -105,10 +105,10 @@ class Search:
                 self.contenders.forget()
             running = self._measure(name, running, rung)
             if number == 0:
-                pair = self._pair(halving.standing(self.measured, _labels(running), self._groups(rung)))
+                pair = self._pair(halving.ranking(self.measured, _labels(running), self._groups(rung)))
                 running += self._measure("pair", pair, rung)
-            found = halving.standing(self.measured, _labels(running), self._groups(rung), len(self.candidates))
-            self.passed.append(Passed(name, len(self._groups(rung)), found, perf_counter() - self._started))
+            found = halving.ranking(self.measured, _labels(running), self._groups(rung), len(self.candidates))
+            self.rung_results.append(RungResult(name, len(self._groups(rung)), found, perf_counter() - self._started))
             if rung is plan[-1] or halving.is_final(found, rung):
                 break
             kept = halving.survivors(found, rung)
@@ -117,10 +117,10 @@ class Search:
         chosen = choice.choose(running, self.measured.ratio, self.proposers, found)
         return replace(chosen, others=others | chosen.others)
 
-    def record(self) -> list[Text]:
+    def record(self) -> list[RecordedPrompt]:
         """Generate the target's outputs for the traffic with plain decoding."""
         together = min(RECORDING_BATCH, self.llm.runner.max_batch)
-        texts: list[Text] = []
+        texts: list[RecordedPrompt] = []
         with self.contenders.active(PLAIN_CONTENDER):
             for start in range(0, len(self.texts), together):
                 group = self.texts[start : start + together]
@@ -150,7 +150,7 @@ class Search:
 
     def num_prompts(self, label: str) -> int:
         """Return the number of prompts that a contender ran on, the maximum over batch sizes."""
-        counts = dict.fromkeys(self.question.batches, 0)
+        counts = dict.fromkeys(self.space.batches, 0)
         for group in self.measured.groups(label):
             counts[group.batch] += len(self._texts(group))
         return max(counts.values())
@@ -208,7 +208,7 @@ class Search:
         """Generate and time the outputs of one group of prompts."""
         started = perf_counter()
         texts = self._texts(group)
-        prompts, params = [text.prompt for text in texts], [text.again for text in texts]
+        prompts, params = [text.prompt for text in texts], [text.replay_params for text in texts]
         run = generate(self.contenders, contender, prompts, params, group.batch)
         if run.faults:
             raise OutriderError("the proposer failed during a run (details with --debug)")
@@ -245,7 +245,7 @@ class Search:
     def _failed(self, contender: Contender) -> bool:
         return contender.method in self.reasons
 
-    def _answers(self, group: Sequence[Text]) -> list[list[int]]:
+    def _answers(self, group: Sequence[RecordedPrompt]) -> list[list[int]]:
         generations = self.llm.generate([text.prompt for text in group], [text.params for text in group])
         completions = [generation.outputs[0] for generation in generations]
         failed = [completion.error for completion in completions if completion.finish_reason == "error"]
@@ -256,11 +256,11 @@ class Search:
     # --- contenders and prompts ---------------------------------------------------------------------------------------------
 
     def _contenders_of(self, method: str) -> list[Contender]:
-        found = [Contender(method, k) for k in self.question.lengths_of(self.proposers[method])]
+        found = [Contender(method, k) for k in self.space.lengths_of(self.proposers[method])]
         self.candidates |= {contender.label: contender for contender in found}
         return found
 
-    def _pair(self, found: Standing) -> list[Contender]:
+    def _pair(self, found: Ranking) -> list[Contender]:
         """Return the combination of the best method without a model and the best with one, if both are fast enough."""
         best: dict[bool, str] = {}
         for label in found.speedups:
@@ -271,23 +271,23 @@ class Search:
         if len(best) < 2 or min(found.speedups[label] for label in best.values()) < MIN_PAIR_SPEEDUP:
             return []
         parts = [self.candidates[best[kind]].method for kind in (True, False)]
-        method = in_turn(*parts)
+        method = combined(*parts)
         self.proposers[method] = PROPOSERS.get(split_method(method)[0]).join(*[self.proposers[part] for part in parts])
         return self._contenders_of(method)
 
     def _groups(self, rung: Rung) -> list[Group]:
         """Return the rung's groups of prompts, which are whole batches, for every batch size."""
-        totals = {batch: len(self.texts) // batch for batch in self.question.batches}
+        totals = {batch: len(self.texts) // batch for batch in self.space.batches}
         return [Group(batch, index) for batch, total in totals.items() for index in range(rung.num_groups(total))]
 
-    def _texts(self, group: Group) -> list[Text]:
+    def _texts(self, group: Group) -> list[RecordedPrompt]:
         return self.texts[group.index * group.batch :][: group.batch]
 
     # --- progress -----------------------------------------------------------------------------------------------------------
 
     def _plan_runs(self, count: int, plan: Sequence[Rung]) -> None:
         """Estimate the number of remaining runs, assuming that each rung drops half of the contenders."""
-        self._total, before = self._done, 0 if plan[0].repeat or not self.passed else self.passed[-1].groups
+        self._total, before = self._done, 0 if plan[0].repeat or not self.rung_results else self.rung_results[-1].groups
         for rung in plan:
             groups = len(self._groups(rung))
             self._total += (1 + count) * (groups if rung.repeat else groups - before)
@@ -300,7 +300,7 @@ class Search:
         self.report(Progress(self._done, total, left, f"{stage}: {contender.label}, batch {group.batch}"))
 
 
-def why_dropped(found: Standing, label: str) -> str:
+def why_dropped(found: Ranking, label: str) -> str:
     """Return why a contender was dropped after a rung."""
     best, fastest = next(iter(found.speedups.items()))
     reason = f"dropped at {found.speedups[label]:.2f} times plain decoding's speed"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.bench.workloads import Prompt, Refused, builtin, encode, entries
-from outrider.options import INT32
+from outrider.options import INT32, SAMPLING, declared
 from outrider.types import OutriderError, SamplingParams
 
 if TYPE_CHECKING:
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 # Sampling fields of a line, with OpenAI's alternative names. Other fields are ignored.
-SETTINGS = (
-    *("max_tokens", "min_tokens", "top_k", "seed", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "stop", "ignore_eos"),
-)
+SETTINGS = [name for name, each in declared(SamplingParams).items() if each.panel == SAMPLING]
 ALIASES = {"max_completion_tokens": "max_tokens"}
 OPENAI_TEMPERATURE = 1.0  # default of requests without a temperature
 
@@ -33,7 +30,7 @@ class TrafficRequest:
 
 
 @dataclass(frozen=True)
-class Text:
+class RecordedPrompt:
     """A prompt as token ids, and the target's output."""
 
     prompt: list[int]
@@ -41,7 +38,7 @@ class Text:
     output: list[int]
 
     @property
-    def again(self) -> SamplingParams:
+    def replay_params(self) -> SamplingParams:
         """Return settings that generate exactly as many tokens as ``output`` has, so that times are comparable."""
         most = len(self.output)
         least = min(self.params.min_tokens, most)
@@ -67,7 +64,9 @@ def read_builtin(workloads: Sequence[str], most: int, defaults: SamplingParams) 
     return [TrafficRequest(prompt, replace(defaults, seed=_seed(defaults, i))) for i, prompt in enumerate(turns[:most])]
 
 
-def encoded(tokenizer: PreTrainedTokenizerBase | None, requests: Sequence[TrafficRequest], max_len: int) -> list[Text]:
+def encoded(
+    tokenizer: PreTrainedTokenizerBase | None, requests: Sequence[TrafficRequest], max_len: int
+) -> list[RecordedPrompt]:
     """Tokenize prompts. A prompt that is too long for the context keeps its end.
 
     Raises ``OutriderError`` without a tokenizer, and for a prompt without tokens.
@@ -82,7 +81,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase | None, requests: Sequence[Traffi
         token_ids = encode(tokenizer, each.prompt)[-room:]
         if not token_ids:
             raise OutriderError(f"prompt {number} of the traffic is empty after tokenization")
-        texts.append(Text(token_ids, each.params, []))
+        texts.append(RecordedPrompt(token_ids, each.params, []))
     return texts
 
 
