@@ -156,6 +156,8 @@ def window(least: int, most: int) -> dict[str, int]:
 def test_methods_under_vllms_names(method: str, num_draft_tokens: Any, says: Any, export: Any, models: Path) -> None:
     folder, said = export("vllm", method=in_folder(method, models), num_draft_tokens=num_draft_tokens)
     found = vllm_settings(folder).get("speculative-config")
+    num_drafts = (found or {}).get("num_speculative_tokens", 0)
+    assert f", {num_drafts} drafts per round." in (folder / SCRIPT).read_text().splitlines()[1]
     if says is not None and "draft_sample_method" in says:
         says = {"model": str(models / method.split("=")[1])} | says
     assert found == says
@@ -419,6 +421,32 @@ def test_unsupported_methods_are_refused_with_an_alternative(
     with pytest.raises(OutriderError, match=says) as refused:
         export(to, **values)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "k", "expected"),
+    [
+        ("dflash:draft={models}/dflash", "auto", 5),
+        ("dflash:draft={models}/dflash", 9, 5),
+        ("dflash:draft={models}/dspark", 3, 6),
+        ("eagle:draft={models}/eagle3:top_k=4:max_nodes=12", 3, 12),
+        ("plain", 4, 0),
+    ],
+)
+def test_the_script_for_sglang_names_the_number_of_drafts_that_it_uses(
+    method: str, k: int | str, expected: int, export: Any, models: Path
+) -> None:
+    folder, said = export("sglang", method=method.format(models=models), num_draft_tokens=k)
+    assert f", {expected} drafts per round.\n" in (folder / SCRIPT).read_text() and said.num_drafts == expected
+    assert [note.split()[0] for note in said.notes if "typical" in note] == ([str(expected)] if k == "auto" else [])
+
+
+def test_settings_that_transformers_lacks_are_noted(export: Any) -> None:
+    settings = {"max_len": 128, "max_batch": 4, "kv_memory": 1.5, "compile": "auto"}
+    _, said = export("transformers", method="ngram:min_n=2", **settings)
+    assert [note for note in said.notes if note.endswith("they are not exported: max_len, max_batch, kv_memory, min_n.")]
+    _, said = export("transformers", method="ngram", compile="never")
+    assert not [note for note in said.notes if "not exported" in note]
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])

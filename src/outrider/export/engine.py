@@ -38,6 +38,7 @@ class Export:
     environment: Mapping[str, str] = field(default_factory=dict)
     needs_outrider: bool = False  # whether the engine's Python environment needs Outrider
     notes: Sequence[str] = ()  # differences from Outrider
+    num_drafts: int = 0  # per round, as the engine is told
 
 
 class Engine(ABC):
@@ -137,7 +138,7 @@ def _comment(text: str) -> str:
 
 
 def _script(engine: Engine, wanted: Wanted, export: Export) -> str:
-    remarks = [f"{engine.name} for {wanted.name}: method {wanted.method}, {wanted.k} drafts per round."]
+    remarks = [f"{engine.name} for {wanted.name}: method {wanted.method}, {export.num_drafts} drafts per round."]
     remarks += [f"{WRITTEN_BY}; arguments are appended to the command.", *export.notes]
     lines = ["#!/bin/sh", *map(_comment, remarks), "set -e", 'cd "$(dirname "$0")"']
     lines += [f"export {name}={shlex.quote(value)}" for name, value in export.environment.items()]

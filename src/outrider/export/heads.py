@@ -76,13 +76,13 @@ def block_drafter(kind: portable.BlockDrafter, wanted: Wanted, folder: Path, rea
     not fit the target, or has what the layout lacks.
     """
     source, sizes = find_folder(kind.source), _files(wanted)
-    with torch.device("meta"):
-        shape = block_formats.load(source, sizes).shape
-    if reads_speculators or "speculators_model_type" not in read_config(source):
-        return kind.source, shape
-    head = block_formats.load(source, sizes)
+    is_converted = not reads_speculators and "speculators_model_type" in read_config(source)
+    with torch.device("cpu" if is_converted else "meta"):
+        head = block_formats.load(source, sizes)
+    if not is_converted:
+        return kind.source, head.shape
     block_formats.export(_as_stored(head, kind.source), folder / FOLDER, sizes.num_layers)
-    return FOLDER, shape
+    return FOLDER, head.shape
 
 
 def parallel_heads(kind: portable.ParallelHeads, wanted: Wanted, folder: Path) -> tuple[str, int]:

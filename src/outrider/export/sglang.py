@@ -38,9 +38,9 @@ class Sglang(Engine):
     }
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
-        flags, notes = self._drafting(wanted, folder)
+        flags, num_drafts, notes = self._drafting(wanted, folder)
         if flags and wanted.own_k is None:
-            notes = [f"{wanted.k} drafts per round is a typical number: measure yours.", *notes]
+            notes = [f"{num_drafts} drafts per round is a typical number: measure yours.", *notes]
         environment = gpu_environment(wanted.given("device"))
         general = {
             "model-path": wanted.target,
@@ -60,10 +60,10 @@ class Sglang(Engine):
             notes = [*notes, "SGLang has no limit in GiB for its cache: --mem-fraction-static sets a share of the memory."]
         if wanted.given("compile") == "never":
             command.append("--disable-cuda-graph")
-        return Export(command, environment=environment, notes=[*notes, GREEDY])
+        return Export(command, environment=environment, notes=[*notes, GREEDY], num_drafts=num_drafts)
 
-    def _drafting(self, wanted: Wanted, folder: Path) -> tuple[dict[str, str | int], list[str]]:
-        """Return SGLang's flags for drafting, without dashes, and the differences to Outrider."""
+    def _drafting(self, wanted: Wanted, folder: Path) -> tuple[dict[str, str | int], int, list[str]]:
+        """Return SGLang's flags for drafting, without dashes, the number of drafts, and the differences to Outrider."""
         kind, k = wanted.kind, wanted.k
         chain: dict[str, str | int] = {
             "speculative-num-steps": k,
@@ -71,24 +71,24 @@ class Sglang(Engine):
             "speculative-num-draft-tokens": k + 1,
         }
         if isinstance(kind, portable.NoDrafts):
-            return {}, []
+            return {}, 0, []
         if isinstance(kind, portable.SmallModel) and not isinstance(kind, portable.ParallelModel):
             if kind.other_tokenizer:
                 raise OutriderError(
                     "SGLang needs a draft with the target's tokenizer: give the plan another draft, or export to transformers"
                 )
-            return {"speculative-algorithm": "STANDALONE", "speculative-draft-model-path": kind.source, **chain}, []
+            return {"speculative-algorithm": "STANDALONE", "speculative-draft-model-path": kind.source, **chain}, k, []
         if isinstance(kind, portable.Lookup):
             note = "SGLang uses a trie over all requests and ignores min_n and max_n; it needs a CUDA GPU."
-            return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": k + 1}, [note]
+            return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": k + 1}, k, [note]
         if isinstance(kind, portable.BlockDrafter):
             source, shape = heads.block_drafter(kind, wanted, folder, reads_speculators=False)
             model: dict[str, str | int] = {"speculative-draft-model-path": source}
             if shape.markov_rank:
                 note = f"SGLang drafts the head's whole blocks: {shape.max_drafts} tokens."
-                return {"speculative-algorithm": "DSPARK", **model}, [note]
+                return {"speculative-algorithm": "DSPARK", **model}, shape.max_drafts, [note]
             size = shape.block_size if wanted.own_k is None else min(k, shape.max_drafts) + 1
-            return {"speculative-algorithm": "DFLASH", **model, "speculative-dflash-block-size": size}, []
+            return {"speculative-algorithm": "DFLASH", **model, "speculative-dflash-block-size": size}, size - 1, []
         if not isinstance(kind, (portable.FeatureHead, portable.OwnHead)):
             raise self.refuse(wanted)
         own: str | None
@@ -98,7 +98,6 @@ class Sglang(Engine):
         else:
             own, algorithm = heads.own_head(kind, wanted, self.name, MTP_TYPES), "NEXTN"  # with one layer of the target's kind
         head: dict[str, str | int] = {} if own is None else {"speculative-draft-model-path": own}
-        if kind.top_k > 1:
-            nodes = kind.max_nodes or min(TREE_NODES, 2 * k)
-            chain |= {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": nodes + 1}
-        return {"speculative-algorithm": algorithm, **head, **chain}, []
+        num_drafts = k if kind.top_k == 1 else kind.max_nodes or min(TREE_NODES, 2 * k)
+        chain |= {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": num_drafts + 1}
+        return {"speculative-algorithm": algorithm, **head, **chain}, num_drafts, []

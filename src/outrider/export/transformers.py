@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from outrider.export.engine import Engine, Export
 from outrider.export.wanted import Wanted, gguf_files
+from outrider.method_text import split_method
 from outrider.proposers import portable
 from outrider.types import OutriderError
 
@@ -61,8 +62,11 @@ class Transformers(Engine):
         dtype = repr(wanted.given("dtype") or "auto")
         program = TEMPLATE.format(target=repr(wanted.target), dtype=dtype, device=moved, **model)
         notes = ["transformers drafts for one sequence at a time, and its server does not draft."]
+        if ignored := _ignored(wanted):
+            notes.append(f"transformers has no such settings, so that they are not exported: {', '.join(ignored)}.")
         files = {FILE: json.dumps(config, indent=2) + "\n", PROGRAM: program}
-        return Export(("python", PROGRAM), files=files, notes=notes)
+        num_drafts = 0 if isinstance(wanted.kind, portable.NoDrafts) else wanted.k
+        return Export(("python", PROGRAM), files=files, notes=notes, num_drafts=num_drafts)
 
     def _drafting(self, wanted: Wanted) -> tuple[dict[str, Any], dict[str, str]]:
         """Return entries of the generation config and the variable parts of the program."""
@@ -91,6 +95,13 @@ class Transformers(Engine):
                 program["arguments"] += ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
             return assisted, program
         raise self.refuse(wanted)
+
+
+def _ignored(wanted: Wanted) -> list[str]:
+    """Return the names of the plan's settings that transformers lacks. It does not compile, so that "never" holds anyway."""
+    names = ("max_len", "max_batch", "kv_memory", "compile")
+    lowest = {"min_n"} & split_method(wanted.method)[1].keys()
+    return [*(name for name in names if wanted.given(name) not in (None, "never")), *lowest]
 
 
 def _given(model: str, settings: Mapping[str, Any]) -> str:

