@@ -64,7 +64,7 @@ class Preset:
     target: Shape
     draft: Shape
     target_plan: TrainingPlan
-    further_plan: TrainingPlan  # of a run that goes on from a finished target; ends at the rates at which loops_plan begins
+    further_plan: TrainingPlan  # continues a finished target; ends close to the rates at which loops_plan begins
     loops_plan: TrainingPlan
     draft_plan: TrainingPlan
     layer_skip: LayerSkip

@@ -39,7 +39,7 @@ def held_out(tokens: Path, learned: PreTrainedTokenizerFast, weights: Mapping[st
 
 
 def bits_per_byte(model: LlamaForCausalLM, text: HeldOut) -> dict[str, float]:
-    """Return bits per byte by source; `total` weighs the sources as in training."""
+    """Return bits per byte by source; `total` is the mean weighted by ``text.weights``."""
     device = next(model.parameters()).device
     found = {}
     for name, rows in text.rows.items():

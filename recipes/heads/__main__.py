@@ -59,13 +59,13 @@ def train(name: str, at: Workspace, how: Options) -> None:
     plan = HeadPlan(minutes=how.minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compile=True)
     out, start = how.package / name, None if how.start is None else str(how.start / name)
     if name == "medusa":
-        train_medusa(at, out, plan, MedusaRun(4, 3, start))
+        train_medusa(at, out, plan, MedusaRun(4, 3, start=start))
     elif name == "eagle1":
         train_eagle(at, out, plan, EagleRun(1, steps=2, start=start))
     elif name == "eagle3":
         train_eagle(at, out, plan, EagleRun(3, 3, layers, start=start))
     elif name == "mtp":
-        train_mtp(at, out, plan, MtpRun(3, start))
+        train_mtp(at, out, plan, MtpRun(3, start=start))
     else:
         train_block(at, out, plan, BlockRun(8, 2, layers, markov_rank=128, start=start))
     publish(name, out, len(at.training_rows()), how.hardware or hardware(), how.start is not None)

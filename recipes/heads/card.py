@@ -42,8 +42,8 @@ WHAT = {
 def publish(name: str, head: Path, rows: int, machine: str, continued: bool) -> None:
     """Write ``README.md`` next to the head, and move its curve next to this recipe."""
     curve = json.loads((head / f"{name}_curve.json").read_text())
-    for kind in ("json", "png"):
-        shutil.move(head / f"{name}_curve.{kind}", Path(__file__).parent / f"{name}_curve.{kind}")
+    for file in head.glob(f"{name}_curve.*"):  # no picture without matplotlib
+        shutil.move(file, Path(__file__).with_name(file.name))
     measured = json.loads((head / "measured.json").read_text())
     size = (head / "model.safetensors").stat().st_size
     (head / "README.md").write_text(card(name, measured, curve[-1], rows, size, machine, continued))
@@ -69,7 +69,7 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
         "Measured on rows that were held out of the head's training.",
     ]
     if "accuracies" in measured:
-        header = ("head (tokens ahead)", "likeliest token is the target's", "among the 3 likeliest", "among the 10")
+        header = ("head (position after the last token)", "likeliest token is the target's", "among the 3 likeliest", "among the 10")
         shares = [(row[0], sum(row[:3]), sum(row)) for row in measured["accuracies"]]
         parts.append(table(header, [(f"{i + 1} ({i + 2})", *map("{:.1%}".format, row)) for i, row in enumerate(shares)]))
     elif "acceptance_by_position" in measured:
