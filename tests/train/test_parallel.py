@@ -99,6 +99,12 @@ def test_logits_of_all_entries_equal_those_of_each_chain_alone(kind):
         torch.testing.assert_close(found[:, place], draft(alone).logits[:, -1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("seq_len", [6, 7, 8, 9])
+def test_masks_are_checked_in_short_rows(seq_len):
+    """The two anchors of the check are the same one in rows of 2K or 2K + 1 tokens."""
+    assert Masks.prepare(tiny("llama"), None, Parallel(4), seq_len).how.depths == 4
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

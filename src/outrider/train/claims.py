@@ -82,12 +82,13 @@ def resumable() -> Iterator[None]:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Context manager: lock a folder of checkpoints. Raises ``OutriderError`` if another process has locked it."""
+    """Context manager: lock a part of a work folder. Raises ``OutriderError`` if another process has locked it."""
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OutriderError(f"another run is training in {folder}: wait for it, or give another --out and --work") from None
+            raise OutriderError(f"another run is writing to {folder}: wait for it, or give another --out and --work") from None
         yield
 
 

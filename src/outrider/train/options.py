@@ -25,10 +25,10 @@ class Source(CheckedOptions):
 
     panel: ClassVar[str] = TEXT
     paths: tuple[Path, ...] = ()
-    seq_len: int = option(whole(1), 256, "Tokens per row.")
+    seq_len: int = option(whole(2), 256, "Tokens per row.")
     max_tokens: int = option(whole(1), 1_000_000, "Maximum number of text tokens to use, and of their features on disk.")
     regenerate: bool = option(boolean(), False, "Replace each row by the target's continuation of its beginning.")
-    prompt_len: int = option(whole(1), 64, "Tokens of each row that are kept by --regenerate, or --on-policy.")
+    prompt_len: int = option(whole(1), 64, "Tokens at the beginning of each row that --regenerate and --on-policy keep.")
     temperature: float = option(number(0), 0.0, "With --regenerate: temperature; 0 is greedy.")
 
 
@@ -38,7 +38,9 @@ class HeadPlan(CheckedOptions):
 
     panel: ClassVar[str] = LENGTH
     minutes: float | None = option(
-        number(above=0), None, "Minutes of training; the learning rate decays to zero by then (default: by --epochs)."
+        number(above=0),
+        None,
+        "Minutes of training; the learning rate decays to 1% of its value by then (default: by --epochs).",
     )
     epochs: float = option(number(above=0), 4.0, "Maximum passes over the text.")
     batch_tokens: int = option(whole(1), 4096, "Tokens per step, at least one row; fewer need less memory.")

@@ -140,7 +140,8 @@ class Masks:
         """Raise ``OutriderError`` unless chains in one pass give the same logits as each chain alone."""
         draft, kind, count = self.draft, type(self.draft).__name__, self.how.depths - 1
         text = torch.arange(seq_len, device=draft.device)[None] * 7 % int(text_config(draft).vocab_size)
-        anchors = [seq_len // 2, seq_len - 1 - count]
+        last = seq_len - 1 - count
+        anchors = sorted({min(seq_len // 2, last), last})
         entries = Entries.of(seq_len, [torch.tensor(anchors)] * count)
         masks = text.new_full((1, count), self.token)
         problem = f"unsupported model for parallel drafts: {kind} does not support attention masks"

@@ -272,7 +272,9 @@ def trainable(head: Head, runner: ModelRunner) -> Head:
     """Return the head in training on this target."""
     if isinstance(head, (EagleHead, MtpHead)):
         head.set_attention(rollout_attention.NAME)
-    head.lend(runner.model.get_input_embeddings(), output_layer(runner))
+    output = output_layer(runner)
+    postprocess, output.postprocess = output.postprocess, None  # separate, because a block drafter may have its own instead
+    head.lend(runner.model.get_input_embeddings(), output, postprocess)
     return head.to(runner.device).requires_grad_(True)
 
 

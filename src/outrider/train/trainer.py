@@ -202,12 +202,12 @@ class Trainer:
         Raises ``OutriderError`` if the disk has no room for two checkpoints, of which one replaces the other.
         The final measurement follows the checkpoint, so that an interruption ends it at once and a resumed run repeats it.
         """
-        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         evaluated = saved = self.clock.elapsed
         seconds_of_save = 0.0
         self.model.train()
         needed = STATES * sum(each.numel() * each.element_size() for each in self.model.parameters() if each.requires_grad)
         check_room(self.folder, needed if self.checkpoint.exists() else 2 * needed, "train a smaller model")
+        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             with exclusive(self.folder), reporting(self.name) as report:
                 while self.progress < 1.0 and not self.interrupted:
