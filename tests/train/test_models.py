@@ -23,8 +23,7 @@ from outrider.train.distillation import DistillationLoss, divergence
 from outrider.train.draft_model import chosen_layers, draft_config, new_draft
 from outrider.train.layer_skip import EarlyExitLoss, drop_rates, exit_weights
 from outrider.train.model_runs import DraftRun, train_draft, train_early_exit
-from outrider.train.options import Distillation, DraftShape, EagleRun, HeadPlan, LayerSkip, MedusaRun
-from outrider.train.parallel import Parallel
+from outrider.train.options import Distillation, DraftShape, EagleRun, HeadPlan, LayerSkip, MedusaRun, Parallel
 from outrider.train.plan import TrainingPlan
 from outrider.train.runs import Workspace, train_eagle, train_medusa
 from outrider.train.shrink import can_shrink

@@ -19,8 +19,8 @@ from outrider.runner.parallel_draft import ParallelDraft, mask_token_of
 from outrider.train.acceptance import acceptance, chain_summary
 from outrider.train.distillation import DistillationLoss
 from outrider.train.model_runs import DraftRun, train_draft, trainable
-from outrider.train.options import Distillation, DraftShape, HeadPlan
-from outrider.train.parallel import Entries, Masks, Parallel, mask_token, spare_token
+from outrider.train.options import Distillation, DraftShape, HeadPlan, Parallel
+from outrider.train.parallel import Entries, Masks, mask_token, spare_token
 from outrider.train.runs import Workspace
 from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
@@ -202,7 +202,7 @@ def test_acceptance_is_measured_in_rounds_of_k_drafts():
 
 def test_a_draft_learns_every_depth_and_drafts_in_one_pass(folder, workspace, rows, tmp_path):
     many = replace(workspace, rows=rows.repeat(4, 1))  # acceptance of few rows is noise
-    out, how = tmp_path / "out", Parallel(4, least=0.3)
+    out, how = tmp_path / "out", Parallel(4, keep_least=0.3)
     plan = replace(FAST, epochs=4.0)
     train_draft(many, out, plan, DraftRun(DraftShape(layers=2), parallel=how))
     measured = json.loads((out / "measured.json").read_text())
@@ -264,9 +264,9 @@ def test_invalid_training_gives_a_one_line_error(workspace, tmp_path):
         return lambda: train_draft(workspace, tmp_path / "out", FAST, DraftRun(parallel=Parallel(*values)))
 
     cases = [
-        (train(1), "invalid number of parallel drafts 1: expected at least 2"),
-        (train(4, 0.0), "invalid --keep 0.0: expected a share"),
-        (train(4, 0.7, 1.5), "invalid --keep-least 1.5: expected a share"),
+        (train(1), "invalid parallel 1: expected a whole number, at least 2"),
+        (train(4, 0.0), "invalid keep 0.0: expected a finite number, above 0, at most 1"),
+        (train(4, 0.7, 1.5), "invalid keep_least 1.5: expected a finite number"),
         (train(SEQ - 1), f"rows of {SEQ} tokens are too short for {SEQ - 1} parallel drafts"),
         (train(4), "other parallel: give another folder"),  # an ordinary draft was trained there
     ]

@@ -584,6 +584,12 @@ def test_rows_too_short_for_medusa_heads_are_refused_before_the_heads_are_built(
         train_medusa(Workspace(runner, None, tmp_path, rows=rows), tmp_path, HeadPlan(), MedusaRun(10**5))
 
 
+def test_every_format_that_can_be_written_is_an_option():
+    """Options declare the names themselves, because the help imports no torch."""
+    assert [EagleRun(format=(name,)).format for name in eagle_formats.FORMATS] == [("native",), ("speculators",)]
+    assert [MtpRun(format=name).format for name in mtp_formats.LAYOUTS] == ["qwen", "deepseek", "mimo"]
+
+
 def test_a_draft_vocabulary_of_all_tokens_is_not_a_reduced_one(runner):
     assert eagle_sizes(EagleRun(3, draft_vocab=runner.vocab_size), runner, SEQ)[2] is None
     assert eagle_sizes(EagleRun(3, draft_vocab=runner.vocab_size - 1), runner, SEQ)[2] == runner.vocab_size - 1

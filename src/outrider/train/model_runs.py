@@ -31,8 +31,8 @@ from outrider.train.decoder import Decoder, evaluating
 from outrider.train.distillation import DistillationLoss
 from outrider.train.draft_model import new_draft
 from outrider.train.layer_skip import EarlyExitLoss
-from outrider.train.options import Distillation, DraftShape, HeadPlan, LayerSkip
-from outrider.train.parallel import Masks, Parallel
+from outrider.train.options import Distillation, DraftShape, HeadPlan, LayerSkip, Parallel
+from outrider.train.parallel import Masks
 from outrider.train.runs import Workspace, checkpoint_dtype, finish, run_job
 from outrider.train.shapes import COPIES, FLOAT32
 from outrider.train.text import TextRows, check_continuation
@@ -95,7 +95,7 @@ class DraftRun:
     shape: DraftShape = field(default_factory=DraftShape)
     start: str | None = None  # folder or hub id of a draft to continue, instead of a shape
     teaching: Distillation = field(default_factory=Distillation)
-    parallel: Parallel | None = None  # train it to draft in parallel, with mask tokens
+    parallel: Parallel = field(default_factory=Parallel)
     name: str = "draft"  # subfolder of the work folder
 
 
@@ -104,7 +104,7 @@ def train_draft(workspace: Workspace, out: Path, how: HeadPlan, kind: DraftRun =
 
     Raises ``OutriderError`` for invalid sizes and for a draft with another vocabulary.
     """
-    teaching = kind.teaching
+    teaching, parallel = kind.teaching, kind.parallel if kind.parallel.depths > 1 else None
     if teaching.on_policy:
         check_continuation(teaching.prompt_len, workspace.seq_len)
     target = workspace.model.requires_grad_(False).eval()
@@ -113,18 +113,18 @@ def train_draft(workspace: Workspace, out: Path, how: HeadPlan, kind: DraftRun =
     if kind.start is None:
         draft, origin = new_draft(target, kind.shape)
     else:
-        draft, origin = _existing(kind.start, workspace, kind.parallel is not None), f"continuing {kind.start}"
+        draft, origin = _existing(kind.start, workspace, parallel is not None), f"continuing {kind.start}"
     _check_rows(workspace, draft, "the draft")
     if target.device.type == "cpu":
         needed = FLOAT32 * (target.num_parameters() + COPIES * draft.num_parameters())
         what = "the target's weights, and the draft's with gradients and optimizer state, take at least"
         require_memory(needed, what, "choose a smaller draft")
-    masks = None if kind.parallel is None else Masks.prepare(draft, workspace.tokenizer, kind.parallel, workspace.seq_len)
+    masks = None if parallel is None else Masks.prepare(draft, workspace.tokenizer, parallel, workspace.seq_len)
     origin += "" if masks is None else f"; mask token {masks.token}"
     share = draft.num_parameters() / target.num_parameters()
     logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, origin)
-    shape, parallel = asdict(kind.shape), kind.parallel and asdict(kind.parallel)
-    workspace.claim(kind.name, shape=shape, start=kind.start, teaching=asdict(teaching), parallel=parallel)
+    about = {"shape": asdict(kind.shape), "teaching": asdict(teaching), "parallel": parallel and asdict(parallel)}
+    workspace.claim(kind.name, start=kind.start, **about)
     rows = TextRows(workspace.training_rows())
     on_text = partial(measure_draft, draft, target) if masks is None else partial(masks.measure, target)
 

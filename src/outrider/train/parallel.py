@@ -21,30 +21,12 @@ from outrider.runner.loading import text_config
 from outrider.runner.parallel_draft import MASK_KEYS, mask_token_of
 from outrider.train.acceptance import ROWS, acceptance, chain_summary
 from outrider.train.decoder import TOLERANCE, evaluating
+from outrider.train.options import Parallel
 from outrider.train.plan import step_seed
 from outrider.train.text import check_row_length
 from outrider.types import OutriderError
 
 SPARE_NAME = re.compile(r"[<\[]\|?(reserved|unused)[ _\w-]*\|?[>\]]")  # name of a reserved token
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """Number of drafts per pass to train for, and the share of chains that reaches each depth.
-
-    Raises ``OutriderError`` for invalid values.
-    """
-
-    depths: int = 8  # the first one is the draft after the anchor itself, without a mask
-    keep: float = 0.7  # depth d has a mask for keep ** d of the positions ...
-    least: float = 0.2  # ... and for no smaller part
-
-    def __post_init__(self) -> None:
-        if self.depths < 2:
-            raise OutriderError(f"invalid number of parallel drafts {self.depths}: expected at least 2")
-        for name, share in (("--keep", self.keep), ("--keep-least", self.least)):
-            if not 0 < share <= 1:
-                raise OutriderError(f"invalid {name} {share}: expected a share above 0, at most 1")
 
 
 @dataclass(frozen=True)
@@ -66,7 +48,7 @@ class Entries:
     def drawn(cls, seq_len: int, how: Parallel, generator: torch.Generator) -> Entries:
         """Draw anchors. The number of entries depends on the row's length only, so that a compiled pass has one shape."""
         order = torch.randperm(seq_len - how.depths + 1, generator=generator)
-        shares = [max(how.keep**depth, how.least) for depth in range(1, how.depths)]
+        shares = [max(how.keep**depth, how.keep_least) for depth in range(1, how.depths)]
         return cls.of(seq_len, [order[: max(1, round(share * len(order)))] for share in shares])
 
     @property

@@ -140,15 +140,13 @@ def train_medusa(workspace: Workspace, out: Path, how: HeadPlan, kind: MedusaRun
     torch.manual_seed(how.seed)
     check_captured(runner, [runner.num_layers], workspace.seq_len)
     vocab = reduced_vocab(kind.draft_vocab, runner)
-    if kind.start is None:
-        check_row_length(workspace.seq_len, kind.heads + 3, f"{kind.heads} heads")
-        shapes.check_new_medusa(runner, kind.heads, kind.layers, vocab)
-        heads = None
-    else:
-        heads = medusa_heads.load(kind.start, runner.vocab_size)[0].requires_grad_(True)
+    heads = None if kind.start is None else medusa_heads.load(kind.start, runner.vocab_size)[0].requires_grad_(True)
+    if heads is not None:
         kind = replace(kind, heads=heads.shape.num_heads, layers=heads.shape.num_layers)
-        check_row_length(workspace.seq_len, kind.heads + 3, f"{kind.heads} heads")
         medusa_heads.check_fit(heads, runner)
+    check_row_length(workspace.seq_len, kind.heads + 3, f"{kind.heads} heads")
+    if heads is None:
+        shapes.check_new_medusa(runner, kind.heads, kind.layers, vocab)
     sizes = {"heads": kind.heads, "layers": kind.layers, "draft vocabulary": vocab}
     workspace.claim("medusa", **sizes, start=kind.start)
     if heads is None:

@@ -92,8 +92,6 @@ def _check_fits(head: nn.Module, runner: ModelRunner) -> None:
 
 
 def _medusa_shape(runner: ModelRunner, num_heads: int, num_layers: int, size: int | None) -> MedusaShape:
-    if num_heads < 1 or num_layers < 1:
-        raise OutriderError("invalid number of heads or layers: expected at least 1")
     return MedusaShape(num_heads, num_layers, runner.hidden_size, size or runner.vocab_size, mapped=size is not None)
 
 

@@ -29,8 +29,6 @@ GOLDEN = 0.6180339887498949
 
 def check_text_file(path: Path) -> None:
     """Raise ``OutriderError`` unless there is such a file, and its beginning, or its first line for JSONL, can be read."""
-    if not path.is_file():
-        raise OutriderError(f"text file {path} is not a file" if path.exists() else f"text file {path} does not exist")
     with _opened(path) as file:
         if _has_lines(path):
             next(_entries(path, file), None)
@@ -45,7 +43,6 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, most: int | N
     A text file is read until it has ``most`` tokens. Raises ``OutriderError`` for a file that is not text, and with the number
     of an invalid line.
     """
-    check_text_file(path)
     with _opened(path) as file:
         if _has_lines(path):
             for place, entry in _entries(path, file):
@@ -56,7 +53,9 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, most: int | N
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[str]]:
-    """Open a text file. Raises ``OutriderError`` if it cannot be read, or is not text."""
+    """Open a text file. Raises ``OutriderError`` if it does not exist, cannot be read, or is not text."""
+    if not path.is_file():
+        raise OutriderError(f"text file {path} is not a file" if path.exists() else f"text file {path} does not exist")
     try:
         with open_text(path) as file:
             yield file

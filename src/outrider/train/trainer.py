@@ -159,8 +159,8 @@ class Trainer:
                     group["base_lr"] = rate  # a lower rate may be why the run is resumed
             self.batches.rows_drawn.update(state["rows_drawn"])
             self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
-            self.clock = RunningClock(state["elapsed"], self.max_gap, usual=state.get("usual", 0.0))
-            changed = [PACE[name] for name, value in state.get("pace", {}).items() if value != getattr(self.plan, name)]
+            self.clock = RunningClock(state["elapsed"], self.max_gap, usual=state["usual"])
+            changed = [PACE[name] for name, value in state["pace"].items() if value != getattr(self.plan, name)]
         if changed:
             said = "%s: resuming with another %s: the weights will differ from those of a run in one piece"
             logger.warning(said, self.name, " and ".join(changed))
