@@ -61,7 +61,7 @@ class BlockLoss:
                 else:
                     loss, hit = self.entropy(logits, wanted)
                     candidates, scores = selector.scores(out[:, :, draft], logits, before)
-                    # Tokens that are no candidates have no part: where all are wrong, there is nothing to learn.
+                    # Tokens outside the candidates are ignored: if no candidate is likely, there is nothing to learn.
                     probs, logprobs = wanted.probs.gather(-1, candidates), scores.log_softmax(-1, dtype=torch.float32)
                     loss = loss - (probs * logprobs).sum(-1).mean()
                 losses.append(loss)

@@ -48,7 +48,7 @@ def next_token_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
 class DistillationLoss:
     """Divergence from a frozen target's logits at every position.
 
-    The other rows are the user's text or the target's own output, depending on the data (DistillSpec, section 4.2).
+    Rows that the draft does not generate are the user's text, or the target's output (DistillSpec, section 4.2).
     """
 
     draft: PreTrainedModel
