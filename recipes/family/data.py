@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from outrider.train.text import GOLDEN, spread
+from outrider.train.text import GOLDEN, golden_order
 from outrider.types import OutriderError
 
 from .corpus import SOURCES, Split
@@ -48,7 +48,7 @@ class Mixture:
     """Rows drawn from several token streams by weight.
 
     The i-th row of a stream starts at the fraction frac(i * golden ratio) of its length. Unlike random offsets, these starts
-    are evenly spread after any number of rows, and the state is one counter per stream.
+    are evenly golden_order after any number of rows, and the state is one counter per stream.
     """
 
     def __init__(self, streams: Mapping[str, np.ndarray], weights: Mapping[str, float], seed: int) -> None:
@@ -103,5 +103,5 @@ class DistillationRows:
         self.rows_drawn["generated"] += count
         parts = [self.corpus.batch(step, rows - count, seq_len)]
         if count:
-            parts.append(self.generated[spread(first, count, len(self.generated)), : seq_len + 1].to(torch.int64))
+            parts.append(self.generated[golden_order(first, count, len(self.generated)), : seq_len + 1].to(torch.int64))
         return torch.cat(parts)

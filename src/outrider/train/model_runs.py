@@ -26,7 +26,7 @@ from outrider.runner.parallel_draft import mask_token_of
 from outrider.runner.survey import survey_without_weights
 from outrider.runner.tokenizers import check_same_vocabulary
 from outrider.train.acceptance import ROWS, acceptance, summary
-from outrider.train.claims import once
+from outrider.train.claims import read_or_create_json
 from outrider.train.decoder import Decoder, evaluating
 from outrider.train.distillation import DistillationLoss
 from outrider.train.draft_model import new_draft
@@ -64,7 +64,7 @@ def train_early_exit(workspace: Workspace, out: Path, how: HeadPlan, skip: Layer
         found = measure_exits(decoder, rows.held_out if final else rows.held_out[:ROWS])
         return {f"held_exit_{depth}": each["greedy"]["acceptance"] for depth, each in found["exits"].items()}, found
 
-    before = once(workspace.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
+    before = read_or_create_json(workspace.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
     for layer in decoder.layers if how.compile else ():
         layer.compile()  # for any number of rows, because dropout skips some
     loss = EarlyExitLoss(decoder, skip, workspace.dtype("early-exit"), how.seed)
@@ -132,7 +132,7 @@ def train_draft(workspace: Workspace, out: Path, how: HeadPlan, kind: DraftRun =
         found = on_text(rows.held_out if final else rows.held_out[: 4 * ROWS])
         return {f"held_{name}": found[name]["acceptance"] for name in ("greedy", "sampled")}, found
 
-    before = once(workspace.work / kind.name / "before.json", lambda: on_text(rows.held_out))
+    before = read_or_create_json(workspace.work / kind.name / "before.json", lambda: on_text(rows.held_out))
     loss = DistillationLoss(draft, target, teaching, workspace.dtype(kind.name), how.seed, masks)
     if how.compile:
         for layer in (*decoder_layers(draft), *decoder_layers(target)):

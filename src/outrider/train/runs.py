@@ -27,7 +27,7 @@ from outrider.runner.linear import structural_copy
 from outrider.train import plots, shapes
 from outrider.train.block_loss import BlockLoss, by_draft
 from outrider.train.capture import FeatureCache, capture, check_captured
-from outrider.train.claims import claim, digest, exclusive, fingerprint, resumable
+from outrider.train.claims import advise_to_resume, claim, digest, exclusive, fingerprint
 from outrider.train.medusa import MedusaLoss
 from outrider.train.options import MEASURED, BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
 from outrider.train.plan import SEED, TrainingPlan
@@ -112,7 +112,7 @@ class Workspace:
     def features(self, layers: Sequence[int]) -> FeatureCache:
         """Return the cache of these hidden states; create or complete it if necessary."""
         rows, folder = self.training_rows(), self.work / "features"
-        with resumable(), exclusive(folder), reporting("features") as report:
+        with advise_to_resume(), exclusive(folder), reporting("features") as report:
             return capture(self.runner, rows, sorted(set(layers)), folder, report)
 
     def training_rows(self) -> Tensor:
@@ -124,7 +124,7 @@ class Workspace:
             self.rows = token_rows(source.paths, self.tokenizer, source.seq_len, source.max_tokens)
             if source.regenerate:
                 folder = self.work / "text"
-                with resumable(), exclusive(folder), reporting("text") as report:
+                with advise_to_resume(), exclusive(folder), reporting("text") as report:
                     self.rows = regenerate(
                         self.runner, self.rows, source.prompt_len, source.temperature, SEED, folder, report
                     )

@@ -19,7 +19,7 @@ from outrider.files import READ_ERRORS, open_text
 from outrider.heads.checkpoint import save_tensors
 from outrider.progress import Report
 from outrider.runner import ModelRunner
-from outrider.train.claims import claim, digest, fingerprint, resuming
+from outrider.train.claims import claim, damaged_file_errors, digest, fingerprint
 from outrider.types import OutriderError
 
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -220,7 +220,7 @@ def held_out(num_rows: int) -> int:
     return max(1, min(num_rows // 20, 64))
 
 
-def spread(first: int, count: int, total: int) -> Tensor:
+def golden_order(first: int, count: int, total: int) -> Tensor:
     """Return the next ``count`` of ``total`` row indices, int64 [count], from frac(i * golden ratio)."""
     return torch.tensor([int((i * GOLDEN + 0.5) % 1.0 * total) for i in range(first, first + count)])
 
@@ -236,7 +236,7 @@ class RowOrder:
         """Return the next row indices, int64 [rows]."""
         first = self.rows_drawn["rows"]
         self.rows_drawn["rows"] += rows
-        return spread(first, rows, self.num_training)
+        return golden_order(first, rows, self.num_training)
 
 
 class TextRows(RowOrder):
@@ -283,7 +283,7 @@ def regenerate(
         if not is_there:
             ids = _written(runner, batch, prompt_len, temperature, torch.Generator(runner.device).manual_seed(seed + number))
             save_tensors(file, {"ids": ids})
-        with resuming(file):
+        with damaged_file_errors(file):
             written.append(load_file(file)["ids"])
         if not is_there:  # files of an earlier run do not predict the remaining time
             done = sum(map(len, written))

@@ -21,7 +21,7 @@ from outrider.files import write_whole
 from outrider.heads.checkpoint import replaced
 from outrider.progress import reporting
 from outrider.train import optim
-from outrider.train.claims import check_room, exclusive, resumable, resuming
+from outrider.train.claims import advise_to_resume, check_room, damaged_file_errors, exclusive
 from outrider.train.plan import TrainingPlan, step_seed
 from outrider.train.precision import run_dtype
 from outrider.types import OutriderError
@@ -149,7 +149,7 @@ class Trainer:
 
     def _restore(self) -> None:
         """Continue from the checkpoint. Raises ``OutriderError`` if it is truncated or of another run."""
-        with resuming(self.checkpoint):
+        with damaged_file_errors(self.checkpoint):
             state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -225,7 +225,7 @@ class Trainer:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        with resumable():
+        with advise_to_resume():
             if self.progress < 1.0 or self.interrupted:
                 raise KeyboardInterrupt
             if "final" not in self.curve[-1]:
