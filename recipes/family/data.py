@@ -48,7 +48,7 @@ class Mixture:
     """Rows drawn from several token streams by weight.
 
     The i-th row of a stream starts at the fraction frac(i * golden ratio) of its length. Unlike random offsets, these starts
-    are evenly golden_order after any number of rows, and the state is one counter per stream.
+    are evenly spread after any number of rows, and the state is one counter per stream.
     """
 
     def __init__(self, streams: Mapping[str, np.ndarray], weights: Mapping[str, float], seed: int) -> None:

@@ -38,9 +38,9 @@ class LoopLoss:
     net: LlamaForCausalLM
     how: AgainstLoops
 
-    def __call__(self, ids: Tensor, step: int, draw: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, ids: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of ids [B, S + 1]."""
-        loss, parts = self.text(ids, step, draw, progress)
+        loss, parts = self.text(ids, step, pass_index, progress)
         if step % self.how.every:
             return loss, parts
         prompts = ids[: self.how.rows, : self.how.prompt_tokens]

@@ -76,7 +76,7 @@ def compile_layers(model: LlamaForCausalLM) -> None:
 def text_loss(model: PreTrainedModel, dtype: torch.dtype) -> Loss:
     """Return the mean cross entropy of ids [B, S + 1], computed in a dtype."""
 
-    def loss(ids: Tensor, step: int, draw: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+    def loss(ids: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         with arithmetic(ids.device, dtype):
             found = next_token_loss(model, ids)
         return found, {"loss": found.detach()}

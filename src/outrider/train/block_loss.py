@@ -39,11 +39,11 @@ class BlockLoss:
     dtype: torch.dtype = torch.float32  # of the arithmetic
     entropy: SoftEntropy = soft_entropy
 
-    def __call__(self, rows: Tensor, step: int, draw: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, rows: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of the cached rows with these indices [B], at anchors drawn for this pass."""
         ids, features, last = read_rows(self.cache, rows.tolist(), self.head, self.last)
         shape, (batch, length) = self.head.shape, ids.shape
-        generator = torch.Generator().manual_seed(step_seed(self.seed, draw))
+        generator = torch.Generator().manual_seed(step_seed(self.seed, pass_index))
         places = torch.rand(batch, length - shape.max_drafts, generator=generator).topk(self._num_anchors(length), -1).indices
         anchors = 1 + places.sort(-1).values.to(ids.device)  # an anchor has at least one token before it
         gamma = min(MAX_GAMMA, shape.block_size / 2)

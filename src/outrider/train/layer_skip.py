@@ -40,12 +40,12 @@ class EarlyExitLoss:
     dtype: torch.dtype = torch.float32  # of the arithmetic
     seed: int = 0
 
-    def __call__(self, ids: Tensor, step: int, draw: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, ids: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of ids [B, S + 1]."""
         text, labels, count = ids[:, :-1], ids[:, 1:], len(self.decoder.layers)
         rows = max(1, int(len(ids) * self.how.exit_share))
         with arithmetic(ids.device, self.dtype):
-            states = self.decoder.hidden_states(text, self.runs(len(ids), draw, progress))
+            states = self.decoder.hidden_states(text, self.runs(len(ids), pass_index, progress))
             losses = {count - 1: self.decoder.token_loss(states[-1], labels)}
             for depth in self.exits(step, progress):
                 losses[depth] = self.decoder.token_loss(states[depth][:rows], labels[:rows])
@@ -62,11 +62,11 @@ class EarlyExitLoss:
         turns = max(1, min(self.how.rotation or len(open_now), len(open_now)))
         return [depth for place, depth in enumerate(open_now) if place % turns == step % turns]
 
-    def runs(self, rows: int, draw: int, progress: float) -> Tensor:
+    def runs(self, rows: int, pass_index: int, progress: float) -> Tensor:
         """Return bool [L, B]: the rows that each layer runs for; others are dropped, or the layer is not grown yet."""
         count = len(self.decoder.layers)
         rates = drop_rates(count, self.how.max_drop, progress if self.how.from_scratch else None)
-        drawn = np.random.default_rng((self.seed, draw, 1)).random((count, 1 if self.how.whole_steps else rows))
+        drawn = np.random.default_rng((self.seed, pass_index, 1)).random((count, 1 if self.how.whole_steps else rows))
         runs = torch.from_numpy(drawn >= np.array(rates)[:, None]).expand(count, rows).clone()
         if progress < self.how.grow_at:
             runs[1::2] = False

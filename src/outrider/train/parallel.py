@@ -96,9 +96,9 @@ class Masks:
         ).logits
         return out
 
-    def drawn(self, text: Tensor, seed: int, draw: int) -> tuple[Tensor, Tensor]:
+    def drawn(self, text: Tensor, seed: int, pass_index: int) -> tuple[Tensor, Tensor]:
         """Return the logits [B, T, V] of a training pass, and the position in the row [T] after which each one predicts."""
-        entries = Entries.drawn(text.shape[1], self.how, torch.Generator().manual_seed(step_seed(seed, draw)))
+        entries = Entries.drawn(text.shape[1], self.how, torch.Generator().manual_seed(step_seed(seed, pass_index)))
         return self.logits(text, entries), entries.positions.to(text.device)
 
     @torch.no_grad()

@@ -28,8 +28,8 @@ from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
-# (batch, step, draw, progress) -> the loss, and parts of it to plot (floats or 0-d tensors). ``draw``: number of the pass, for
-# seeds, because each pass of a step draws its own random numbers.
+# (batch, step, pass_index, progress) -> the loss, and parts of it to plot (floats or 0-d tensors). ``pass_index``: index of the
+# pass, which seeds its random numbers, because each pass of a step draws its own.
 Loss = Callable[[Tensor, int, int, float], tuple[Tensor, dict[str, Any]]]
 PACE = {  # settings that a resumed run may change, and their options
     "max_tokens": "--epochs",
