@@ -48,9 +48,9 @@ def distilled(  # noqa: PLR0913 - one parameter an option
     at = replace(workspace(family / "target", tokens, work, rows), target=trainable(str(family / "target")))
     shape = DraftShape(PRESETS["cpu"].draft.layers, PRESETS["cpu"].draft.hidden, PRESETS["cpu"].distillation.layers)
     muon, adam = FRESH if fresh else LEARNED
-    kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss), name="distilled")
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compile=True)
-    train_draft(at, out, how, kind)
+    options = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss), name="distilled")
+    plan = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compile=True)
+    train_draft(at, out, plan, options)
     compare(family, out, tokens)
 
 
@@ -78,10 +78,10 @@ def parallel(
 ) -> None:
     """Train the family's draft further so that it makes 8 drafts in one pass (PARD); run again to resume."""
     muon, adam = LEARNED
-    kind = DraftRun(start=str(family / "draft"), parallel=Parallel(8), name="parallel")
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compile=True)
+    options = DraftRun(start=str(family / "draft"), parallel=Parallel(8), name="parallel")
+    plan = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compile=True)
     at = replace(workspace(family / "target", tokens, work, rows), target=trainable(str(family / "target")))
-    train_draft(at, out, how, kind)
+    train_draft(at, out, plan, options)
 
 
 @app.command()

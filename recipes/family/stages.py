@@ -181,20 +181,20 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
 
     Raises ``OutriderError`` if those on disk are another target's, or another number.
     """
-    path, how = shop.folder / "generated" / "rows.pt", shop.preset.distillation
+    path, settings = shop.folder / "generated" / "rows.pt", shop.preset.distillation
     claim(path.with_name("run.json"), {"target": fingerprint(teacher), "rows": rows})
     if path.exists():
         return torch.load(path, weights_only=True)
     plan = shop.preset.draft_plan
-    others = data.training_mixture(shop.tokens, plan.seed + 1).batch(0, rows, how.prompt_tokens)
-    starts = prompts.mixed_prompts(shop.tokens, shop.tokenizer, rows, how.prompt_tokens, others).to(shop.device)
+    others = data.training_mixture(shop.tokens, plan.seed + 1).batch(0, rows, settings.prompt_tokens)
+    starts = prompts.mixed_prompts(shop.tokens, shop.tokenizer, rows, settings.prompt_tokens, others).to(shop.device)
     generator = torch.Generator(shop.device).manual_seed(plan.seed)
     written = []
     with reporting("generate") as show:
-        for batch in starts.split(how.generation_batch):
+        for batch in starts.split(settings.generation_batch):
             temperature = torch.ones(len(batch), device=shop.device)
-            temperature[: round(len(batch) * how.greedy_share)] = 0.0
-            new_tokens = how.new_tokens + 1
+            temperature[: round(len(batch) * settings.greedy_share)] = 0.0
+            new_tokens = settings.new_tokens + 1
             written.append(continue_rows(teacher, batch, new_tokens, temperature, generator).cpu())
             show(sum(map(len, written)) / rows, {"rows": sum(map(len, written))})
     generated = torch.cat(written).to(torch.int32)
@@ -213,20 +213,20 @@ def new_draft(preset: Preset, teacher: LlamaForCausalLM, seed: int) -> LlamaForC
 
 def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None) -> None:
     """Distil the draft from the target in a folder to the end of its plan."""
-    preset, how = shop.preset, shop.preset.distillation
+    preset, settings = shop.preset, shop.preset.distillation
     shop.claim_start("draft")
     plan = shop.plan(preset.draft_plan)
     teacher = model.load(target).to(shop.device).requires_grad_(False)
-    rows = how.generated_rows if generated_rows is None else generated_rows
+    rows = settings.generated_rows if generated_rows is None else generated_rows
     generated = write_text(shop, teacher, rows) if rows else torch.empty(0, 1)
     student = new_draft(preset, teacher, plan.seed + 1) if shop.start is None else model.load(shop.start).to(shop.device)
-    loss = DistillationLoss(student, teacher, how.teaching, run_dtype(shop.folder / "draft", shop.device), plan.seed)
+    loss = DistillationLoss(student, teacher, settings.teaching, run_dtype(shop.folder / "draft", shop.device), plan.seed)
     if shop.compiled:
         for net in (student, teacher):
             model.compile_layers(net)
         loss.divergence = torch.compile(distillation.divergence, dynamic=False)
     corpus_rows = data.training_mixture(shop.tokens, plan.seed + 2)
-    batches = data.DistillationRows(corpus_rows, generated, how.generated_share)
+    batches = data.DistillationRows(corpus_rows, generated, settings.generated_share)
 
     def measure(final: bool) -> dict[str, Any]:
         return {"bpb": evaluate.bits_per_byte(student, shop.held_out(final))}

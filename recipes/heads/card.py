@@ -69,7 +69,12 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
         "Measured on rows that were held out of the head's training.",
     ]
     if "accuracies" in measured:
-        header = ("head (position after the last token)", "likeliest token is the target's", "among the 3 likeliest", "among the 10")
+        header = (
+            "head (position after the last token)",
+            "likeliest token is the target's",
+            "among the 3 likeliest",
+            "among the 10",
+        )
         shares = [(row[0], sum(row[:3]), sum(row)) for row in measured["accuracies"]]
         parts.append(table(header, [(f"{i + 1} ({i + 2})", *map("{:.1%}".format, row)) for i, row in enumerate(shares)]))
     elif "acceptance_by_position" in measured:

@@ -92,10 +92,10 @@ def test_layers_are_dropped_per_row_at_the_given_rates():
     drawn = torch.stack([loss.runs(16, step, 0.3) for step in range(400)])  # [steps, L, B]
     assert drawn.float().mean((0, 2)) == pytest.approx([1 - rate for rate in drop_rates(4, 0.5)], abs=0.02)
     assert not torch.equal(drawn[:, -1, 0], drawn[:, -1, 1])
-    whole = replace(loss, how=LayerSkip(max_drop=0.5, whole_steps=True))
+    whole = replace(loss, options=LayerSkip(max_drop=0.5, whole_steps=True))
     drawn = torch.stack([whole.runs(16, step, 0.3) for step in range(50)])
     assert torch.equal(drawn, drawn[:, :, :1].expand_as(drawn)) and not drawn.all()
-    growing = replace(loss, how=LayerSkip(max_drop=0.5, from_scratch=True, grow_at=0.4))
+    growing = replace(loss, options=LayerSkip(max_drop=0.5, from_scratch=True, grow_at=0.4))
     # nothing is dropped yet, and half of the layers are not added yet
     assert growing.runs(4, 7, 0.0).tolist() == [[True] * 4, [False] * 4] * 2
     assert growing.runs(4, 7, 0.9)[1].any()
@@ -105,9 +105,9 @@ def test_exits_rotate_so_that_all_are_trained():
     loss = EarlyExitLoss(Decoder(tiny("llama")), LayerSkip())
     loss.decoder.layers.extend(tiny("llama").model.layers)  # 8 layers
     assert [loss.exits(step, 0.5) for step in range(7)] == [[1], [2], [3], [4], [5], [6], [1]]
-    loss.how = LayerSkip(rotation=3)
+    loss.options = LayerSkip(rotation=3)
     assert [loss.exits(step, 0.5) for step in range(4)] == [[1, 4], [2, 5], [3, 6], [1, 4]]
-    loss.how = LayerSkip(rotation=1)
+    loss.options = LayerSkip(rotation=1)
     assert loss.exits(5, 0.5) == [1, 2, 3, 4, 5, 6]
 
 

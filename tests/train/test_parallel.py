@@ -20,7 +20,7 @@ from outrider.train.acceptance import acceptance, chain_summary
 from outrider.train.distillation import DistillationLoss
 from outrider.train.model_runs import DraftRun, train_draft, trainable
 from outrider.train.options import Distillation, DraftShape, HeadPlan, Parallel
-from outrider.train.parallel import Entries, Masks, mask_token, spare_token
+from outrider.train.parallel import Entries, ParallelDraftTraining, mask_token, spare_token
 from outrider.train.runs import Workspace
 from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
@@ -88,10 +88,10 @@ def test_logits_of_all_entries_equal_those_of_each_chain_alone(kind):
     """One forward pass per mask, over the tokens before it and the masks of its chain, as in drafting."""
     draft = tiny(kind)
     draft.config.sliding_window = 2 * SEQ  # Gemma 2 has eager attention, which adds masks
-    masks = Masks(draft, MASK, Parallel(5))
+    masks = ParallelDraftTraining(draft, MASK, Parallel(5))
     masks.check(SEQ)
     text = torch.randint(0, 60, (3, SEQ), generator=torch.Generator().manual_seed(2))
-    entries = drawn(SEQ, masks.how)
+    entries = drawn(SEQ, masks.options)
     found = masks.logits(text, entries)
     torch.testing.assert_close(found[:, :SEQ], draft(text).logits, rtol=1e-4, atol=1e-4)
     for place, (anchor, depth) in enumerate(zip(entries.anchors.tolist(), entries.depths.tolist(), strict=True)):
@@ -102,7 +102,7 @@ def test_logits_of_all_entries_equal_those_of_each_chain_alone(kind):
 @pytest.mark.parametrize("seq_len", [6, 7, 8, 9])
 def test_masks_are_checked_in_short_rows(seq_len):
     """The two anchors of the check are the same one in rows of 2K or 2K + 1 tokens."""
-    assert Masks.prepare(tiny("llama"), None, Parallel(4), seq_len).how.depths == 4
+    assert ParallelDraftTraining.prepare(tiny("llama"), None, Parallel(4), seq_len).options.depths == 4
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_masks_are_checked_in_short_rows(seq_len):
 def test_unsupported_attention_for_masks_is_rejected_in_one_line(make, message):
     draft = make()
     with pytest.raises(OutriderError, match=f"unsupported model for parallel drafts: {message}") as error:
-        Masks.prepare(draft, None, Parallel(4), SEQ)
+        ParallelDraftTraining.prepare(draft, None, Parallel(4), SEQ)
     assert "\n" not in str(error.value)
 
 
@@ -161,12 +161,12 @@ def test_a_new_mask_token_starts_as_the_mean_and_changes_nothing_else(tied, tmp_
 def test_the_loss_is_the_mean_over_tokens_and_masks(divergence):
     draft, target = tiny("llama"), tiny("llama")
     target.lm_head.weight.mul_(2)
-    masks = Masks(draft, MASK, Parallel(3))
+    masks = ParallelDraftTraining(draft, MASK, Parallel(3))
     loss = DistillationLoss(draft, target, Distillation(loss=divergence), seed=5, masks=masks)
     ids = torch.randint(0, 60, (2, 13), generator=torch.Generator().manual_seed(1))
     found, parts = loss(ids, 0, 4, 0.5)
     text = ids[:, :-1]
-    entries = Entries.drawn(12, masks.how, torch.Generator().manual_seed(5 * 1_000_003 + 4))
+    entries = Entries.drawn(12, masks.options, torch.Generator().manual_seed(5 * 1_000_003 + 4))
     said, each = target(text).logits.log_softmax(-1), []
     for anchor, depth in zip(entries.anchors.tolist(), entries.depths.tolist(), strict=True):
         alone = torch.cat((text[:, : anchor + 1], torch.full((2, depth), MASK)), 1)
@@ -181,7 +181,8 @@ def test_the_loss_is_the_mean_over_tokens_and_masks(divergence):
 @torch.no_grad()
 def test_acceptance_is_measured_in_rounds_of_k_drafts():
     draft, target = tiny("llama"), tiny("gpt2")
-    masks, rows = Masks(draft, MASK, Parallel(3)), torch.randint(0, 60, (5, 13), generator=torch.Generator().manual_seed(1))
+    masks = ParallelDraftTraining(draft, MASK, Parallel(3))
+    rows = torch.randint(0, 60, (5, 13), generator=torch.Generator().manual_seed(1))
     found = masks.measure(target, rows)
     greedy, sampled = [], []
     for row in rows:

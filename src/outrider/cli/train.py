@@ -127,11 +127,11 @@ def draft(  # noqa: PLR0913 - groups of options
         raise OutriderError("--keep and --keep-least need --parallel")
     run = DraftRun(shape, start, replace(teaching, prompt_len=source.prompt_len), parallel)
     check_sizes(shape, "layers", "width", "from_layers", start=start)
-    how = paced(length, start, MODEL_RATES if parallel.depths == 1 else MASK_RATES)
+    plan = paced(length, start, MODEL_RATES if parallel.depths == 1 else MASK_RATES)
     workspace = workspace_of(
         files, source, out, start, uses_prompts=teaching.on_policy > 0, copies=1, shape=None if start else shape
     )
-    train_draft(workspace, out, how, run)
+    train_draft(workspace, out, plan, run)
     done(f"--draft {out}")
 
 
@@ -141,9 +141,9 @@ def early_exit(*, out: Out, skip: LayerSkip, files: FileOptions, source: Source,
     from outrider.train.model_runs import train_early_exit
     from outrider.train.shapes import COPIES
 
-    how = length.with_rates(MODEL_RATES)
+    plan = length.with_rates(MODEL_RATES)
     workspace = workspace_of(files, source, out, copies=COPIES)
-    train_early_exit(workspace, out, how, skip)
+    train_early_exit(workspace, out, plan, skip)
     done(f"--target {out} --method early-exit")
 
 

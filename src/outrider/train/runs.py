@@ -43,19 +43,19 @@ PASS_LOGITS = 1 << 26  # 268 MB in float32
 NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # subfolders of the work folder
 
 
-def plan_of(how: HeadPlan, rows: RowOrder) -> TrainingPlan:
+def plan_of(plan: HeadPlan, rows: RowOrder) -> TrainingPlan:
     """Return the plan of the training loop. Batches consist of whole rows."""
     return TrainingPlan(
-        max(1, int(how.epochs * rows.num_training * rows.seq_len)),
-        how.batch_tokens,
+        max(1, int(plan.epochs * rows.num_training * rows.seq_len)),
+        plan.batch_tokens,
         ((1.0, rows.seq_len),),
-        how.minutes,
-        muon_lr=how.muon_lr or 0.01,
-        adam_lr=how.adam_lr or 0.001,
+        plan.minutes,
+        muon_lr=plan.muon_lr or 0.01,
+        adam_lr=plan.adam_lr or 0.001,
         warmup=0.02,
         eval_every_s=120.0,
         save_every_s=30.0,
-        seed=how.seed,
+        seed=plan.seed,
     )
 
 
@@ -65,9 +65,9 @@ def pass_tokens(target: PreTrainedModel) -> int:
     return max(1, logits // int(loading.text_config(target).vocab_size))
 
 
-def entropy_of(how: HeadPlan) -> SoftEntropy:
+def entropy_of(plan: HeadPlan) -> SoftEntropy:
     """Return the vocabulary-wide loss, compiled if requested: most of a step's work besides matrix products."""
-    return compiled() if how.compile else soft_entropy
+    return compiled() if plan.compile else soft_entropy
 
 
 @dataclass
@@ -131,51 +131,51 @@ class Workspace:
         return self.rows
 
 
-def train_medusa(workspace: Workspace, out: Path, how: HeadPlan, kind: MedusaRun) -> None:
+def train_medusa(workspace: Workspace, out: Path, plan: HeadPlan, options: MedusaRun) -> None:
     """Train heads and write them in vLLM's format with their measured accuracies.
 
     Raises ``OutriderError`` for invalid settings before any text is generated or read.
     """
     runner = workspace.runner
-    torch.manual_seed(how.seed)
+    torch.manual_seed(plan.seed)
     check_captured(runner, [runner.num_layers], workspace.seq_len)
-    vocab = reduced_vocab(kind.draft_vocab, runner)
-    heads = None if kind.start is None else medusa_heads.load(kind.start, runner.vocab_size)[0].requires_grad_(True)
+    vocab = reduced_vocab(options.draft_vocab, runner)
+    heads = None if options.start is None else medusa_heads.load(options.start, runner.vocab_size)[0].requires_grad_(True)
     if heads is not None:
-        kind = replace(kind, heads=heads.shape.num_heads, layers=heads.shape.num_layers)
+        options = replace(options, heads=heads.shape.num_heads, layers=heads.shape.num_layers)
         medusa_heads.check_fit(heads, runner)
-    check_row_length(workspace.seq_len, kind.heads + 3, f"{kind.heads} heads")
+    check_row_length(workspace.seq_len, options.heads + 3, f"{options.heads} heads")
     if heads is None:
-        shapes.check_new_medusa(runner, kind.heads, kind.layers, vocab)
-    sizes = {"heads": kind.heads, "layers": kind.layers, "draft vocabulary": vocab}
-    workspace.claim("medusa", **sizes, start=kind.start)
+        shapes.check_new_medusa(runner, options.heads, options.layers, vocab)
+    sizes = {"heads": options.heads, "layers": options.layers, "draft vocabulary": vocab}
+    workspace.claim("medusa", **sizes, start=options.start)
     if heads is None:
         draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
-        heads = shapes.new_medusa(runner, kind.heads, kind.layers, draft_ids)
+        heads = shapes.new_medusa(runner, options.heads, options.layers, draft_ids)
     heads.to(runner.device)
     cache = workspace.features([runner.num_layers])
     output = shapes.output_layer(runner)
-    loss = MedusaLoss(heads, output, cache, runner.num_layers, dtype=workspace.dtype("medusa"), entropy=entropy_of(how))
+    loss = MedusaLoss(heads, output, cache, runner.num_layers, dtype=workspace.dtype("medusa"), entropy=entropy_of(plan))
 
     def measure(final: bool) -> tuple[dict[str, Any], medusa_heads.Accuracies]:
         found = loss.measure()
         return {f"held_{head}": row[0] for head, row in enumerate(found, 1)}, found
 
-    accuracies = run_job(workspace, "medusa", heads, cache, loss, how, measure)
+    accuracies = run_job(workspace, "medusa", heads, cache, loss, plan, measure)
     finish(workspace, "medusa", out, {"accuracies": accuracies})
     medusa_heads.export(heads.to(checkpoint_dtype(runner.model)), out, runner.vocab_size, accuracies)
 
 
-def eagle_sizes(kind: EagleRun, runner: ModelRunner, seq_len: int) -> tuple[tuple[int, ...], int, int | None]:
+def eagle_sizes(options: EagleRun, runner: ModelRunner, seq_len: int) -> tuple[tuple[int, ...], int, int | None]:
     """Return hidden states, steps and draft vocabulary for a target and this row length.
 
     Raises ``OutriderError`` for invalid layers, or rows that are too short.
     """
-    steps = (1 if kind.generation == 1 else 5) if kind.steps is None else kind.steps
-    vocab = None if kind.generation == 1 else kind.draft_vocab
+    steps = (1 if options.generation == 1 else 5) if options.steps is None else options.steps
+    vocab = None if options.generation == 1 else options.draft_vocab
     layers: tuple[int, ...] = (runner.num_layers,)
-    if kind.generation == 3:
-        layers = kind.layers or default_hidden_states(runner.num_layers)
+    if options.generation == 3:
+        layers = options.layers or default_hidden_states(runner.num_layers)
     check_steps(runner, layers, steps, seq_len)
     return layers, steps, reduced_vocab(vocab, runner)
 
@@ -193,97 +193,100 @@ def draft_ids_of(workspace: Workspace, size: int) -> Tensor:
     return shapes.frequent_tokens(rows[: -held_out(len(rows))], workspace.runner.vocab_size, size)
 
 
-def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun) -> None:
+def train_eagle(workspace: Workspace, out: Path, plan: HeadPlan, options: EagleRun) -> None:
     """Train a head and write it in the requested formats, the first to ``out`` itself.
 
     Raises ``OutriderError`` like ``eagle_sizes``, ``eagle_formats.load`` and ``check_exportable``, before any text is generated
     or read.
     """
     runner, head = workspace.runner, None
-    if kind.start is not None:
-        head = eagle_formats.load(kind.start, runner, runner.model)
+    if options.start is not None:
+        head = eagle_formats.load(options.start, runner, runner.model)
         eagle_formats.check_exportable(head.shape)
         head, generation = shapes.trainable(head, runner), head.shape.generation
-        kind = replace(kind, generation=generation, layers=head.hidden_states if generation == 3 else None)
-    layers, steps, vocab = eagle_sizes(kind, runner, workspace.seq_len)
+        options = replace(options, generation=generation, layers=head.hidden_states if generation == 3 else None)
+    layers, steps, vocab = eagle_sizes(options, runner, workspace.seq_len)
     if head is None:
-        shapes.check_new_eagle(runner, kind.generation, layers, vocab)
-    name = f"eagle{kind.generation}"
-    workspace.claim(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=kind.start)
+        shapes.check_new_eagle(runner, options.generation, layers, vocab)
+    name = f"eagle{options.generation}"
+    workspace.claim(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=options.start)
     draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
     cache = workspace.features([*layers, runner.num_layers])
-    torch.manual_seed(how.seed)
+    torch.manual_seed(plan.seed)
     if head is None:
-        head = shapes.new_eagle(runner, kind.generation, layers, draft_ids)
-    found = _train_rollout(workspace, name, head, cache, how, steps)
-    for folder, form in zip(kind.folders(out), kind.format, strict=True):
+        head = shapes.new_eagle(runner, options.generation, layers, draft_ids)
+    found = _train_rollout(workspace, name, head, cache, plan, steps)
+    for folder, form in zip(options.folders(out), options.format, strict=True):
         finish(workspace, name, folder, found)
         eagle_formats.export(head, folder, form, runner.name, found["acceptance_by_rank"])
 
 
-def train_mtp(workspace: Workspace, out: Path, how: HeadPlan, kind: MtpRun) -> None:
+def train_mtp(workspace: Workspace, out: Path, plan: HeadPlan, options: MtpRun) -> None:
     """Train an MTP head, new or continued, and write it to ``out``.
 
     Raises ``OutriderError`` like ``check_steps`` and ``mtp_formats.load``, before any text is generated or read.
     """
     runner = workspace.runner
-    check_steps(runner, [runner.num_layers], kind.steps, workspace.seq_len)
-    torch.manual_seed(how.seed)
-    head = shapes.new_mtp(runner) if kind.start is None else shapes.trainable(mtp_formats.load(kind.start, runner), runner)
-    workspace.claim(NAME_OF_MTP, steps=kind.steps, start=kind.start)
+    check_steps(runner, [runner.num_layers], options.steps, workspace.seq_len)
+    torch.manual_seed(plan.seed)
+    if options.start is None:
+        head = shapes.new_mtp(runner)
+    else:
+        head = shapes.trainable(mtp_formats.load(options.start, runner), runner)
+    workspace.claim(NAME_OF_MTP, steps=options.steps, start=options.start)
     cache = workspace.features([runner.num_layers])
-    found = _train_rollout(workspace, NAME_OF_MTP, head, cache, how, kind.steps)
+    found = _train_rollout(workspace, NAME_OF_MTP, head, cache, plan, options.steps)
     finish(workspace, NAME_OF_MTP, out, found)
-    mtp_formats.export(head, out, kind.format, found["acceptance_by_rank"])
+    mtp_formats.export(head, out, options.format, found["acceptance_by_rank"])
 
 
-def block_sizes(kind: BlockRun, runner: ModelRunner, seq_len: int) -> shapes.BlockSizes:
+def block_sizes(options: BlockRun, runner: ModelRunner, seq_len: int) -> shapes.BlockSizes:
     """Return the sizes for a target and this row length.
 
     Raises ``OutriderError`` for invalid hidden states, or rows that are too short.
     """
-    check_row_length(seq_len, kind.block_size + 2, f"blocks of {kind.block_size}")
-    layers = kind.layers or max(2, min(5, runner.num_layers // 7))
-    states = kind.hidden_states or tuple(sorted(set(block_formats.default_hidden_states(runner.num_layers, layers))))
+    check_row_length(seq_len, options.block_size + 2, f"blocks of {options.block_size}")
+    layers = options.layers or max(2, min(5, runner.num_layers // 7))
+    states = options.hidden_states or tuple(sorted(set(block_formats.default_hidden_states(runner.num_layers, layers))))
     check_captured(runner, states, seq_len)
-    return shapes.BlockSizes(states, layers, kind.block_size, kind.markov_rank, kind.selector_rank)
+    return shapes.BlockSizes(states, layers, options.block_size, options.markov_rank, options.selector_rank)
 
 
-def train_block(workspace: Workspace, out: Path, how: HeadPlan, kind: BlockRun) -> None:
+def train_block(workspace: Workspace, out: Path, plan: HeadPlan, options: BlockRun) -> None:
     """Train a block drafter and write it to ``out`` with its acceptance by position.
 
     Raises ``OutriderError`` like ``block_sizes``, ``block_formats.load`` and ``check_exportable``, before any text is generated
     or read.
     """
     runner, head = workspace.runner, None
-    if kind.start is not None:
-        head = block_formats.load(kind.start, runner, runner.model)
+    if options.start is not None:
+        head = block_formats.load(options.start, runner, runner.model)
         block_formats.check_exportable(head.shape)
         head, shape = shapes.trainable(head, runner), head.shape
-        kind = BlockRun(
-            shape.block_size, len(head.layers), shape.hidden_states, shape.markov_rank, shape.selector_rank, kind.start
+        options = BlockRun(
+            shape.block_size, len(head.layers), shape.hidden_states, shape.markov_rank, shape.selector_rank, options.start
         )
-    sizes = block_sizes(kind, runner, workspace.seq_len)
+    sizes = block_sizes(options, runner, workspace.seq_len)
     if head is None:
         shapes.check_new_block(runner, sizes)
-    workspace.claim(NAME_OF_BLOCK, **asdict(sizes), start=kind.start)
+    workspace.claim(NAME_OF_BLOCK, **asdict(sizes), start=options.start)
     cache = workspace.features([*sizes.hidden_states, runner.num_layers])
-    torch.manual_seed(how.seed)
+    torch.manual_seed(plan.seed)
     if head is None:
         head = shapes.new_block(runner, sizes, shapes.mask_token(workspace.training_rows(), runner))
-    if how.compile:
+    if plan.compile:
         for module in head.modules():
             if isinstance(module, Qwen3MLP):
                 module.compile(dynamic=False)
     loss = BlockLoss(
-        head, cache, runner.num_layers, seed=how.seed, dtype=workspace.dtype(NAME_OF_BLOCK), entropy=entropy_of(how)
+        head, cache, runner.num_layers, seed=plan.seed, dtype=workspace.dtype(NAME_OF_BLOCK), entropy=entropy_of(plan)
     )
 
     def measure(final: bool) -> tuple[dict[str, Any], dict[str, list[float]]]:
         found = loss.measure()
         return by_draft("held", found["greedy"]), found
 
-    found = run_job(workspace, NAME_OF_BLOCK, head, cache, loss, how, measure)
+    found = run_job(workspace, NAME_OF_BLOCK, head, cache, loss, plan, measure)
     finish(workspace, NAME_OF_BLOCK, out, {"acceptance_by_position": found})
     block_formats.export(head.to(checkpoint_dtype(runner.model)), out, runner.num_layers, found["sampled"])
 
@@ -295,27 +298,27 @@ def check_steps(runner: ModelRunner, layers: Sequence[int], steps: int, seq_len:
 
 
 def _train_rollout(
-    workspace: Workspace, name: str, head: RolloutHead, cache: FeatureCache, how: HeadPlan, steps: int
+    workspace: Workspace, name: str, head: RolloutHead, cache: FeatureCache, plan: HeadPlan, steps: int
 ) -> dict[str, Any]:
     """Train a head over this many depths and convert it to its target's dtype. Return what was measured."""
-    if how.compile:
+    if plan.compile:
         for layer in head.layers:
             layer.compile(dynamic=False)
     last = workspace.runner.num_layers
-    loss = RolloutLoss(head, cache, last, steps, seed=how.seed, dtype=workspace.dtype(name), entropy=entropy_of(how))
+    loss = RolloutLoss(head, cache, last, steps, seed=plan.seed, dtype=workspace.dtype(name), entropy=entropy_of(plan))
 
     def measure(final: bool) -> tuple[dict[str, float], dict[str, float]]:
         found = loss.evaluate()
         return found, found
 
-    found = run_job(workspace, name, head, cache, loss, how, measure)
+    found = run_job(workspace, name, head, cache, loss, plan, measure)
     ranks = loss.sibling_acceptance()
     head.to(checkpoint_dtype(workspace.model))
     return {"held_out": found, "acceptance_by_rank": ranks}
 
 
 def run_job(
-    workspace: Workspace, name: str, model: nn.Module, rows: RowOrder, loss: Loss, how: HeadPlan, measure: Measure
+    workspace: Workspace, name: str, model: nn.Module, rows: RowOrder, loss: Loss, plan: HeadPlan, measure: Measure
 ) -> Any:
     """Train ``model`` in this part of the work folder, resuming if interrupted. Return what the final measurement found."""
     last: list[Any] = []
@@ -325,8 +328,8 @@ def run_job(
         last[:] = [found]
         return values
 
-    plan = replace(plan_of(how, rows), pass_tokens=pass_tokens(workspace.model))
-    Trainer(name, model, rows, loss, plan, workspace.work / name, evaluate).run()
+    loop_plan = replace(plan_of(plan, rows), pass_tokens=pass_tokens(workspace.model))
+    Trainer(name, model, rows, loss, loop_plan, workspace.work / name, evaluate).run()
     model.eval().requires_grad_(False)
     return last[0] if last else measure(True)[1]  # a resumed run may already have ended
 

@@ -274,8 +274,8 @@ def regenerate(
     for a folder of another target, text or setting.
     """
     check_continuation(prompt_len, rows.shape[1])
-    how = {"prompt length": prompt_len, "temperature": temperature, "seed": seed, "batch": runner.max_batch}
-    claim(folder / "text.json", {"target": fingerprint(runner.model), "text": digest(rows), **how})
+    settings = {"prompt length": prompt_len, "temperature": temperature, "seed": seed, "batch": runner.max_batch}
+    claim(folder / "text.json", {"target": fingerprint(runner.model), "text": digest(rows), **settings})
     written: list[Tensor] = []
     for number, batch in enumerate(rows.split(runner.max_batch)):
         file = folder / f"text_{number:05}.safetensors"
