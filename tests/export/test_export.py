@@ -29,7 +29,7 @@ from outrider.export.engine import GREEDY, SCRIPT, Export, gpu_environment, writ
 from outrider.export.launch import working_folder
 from outrider.export.transformers import Transformers
 from outrider.export.vllm_adapter import KEY, TextProposer
-from outrider.export.wanted import wanted
+from outrider.export.deployment import read_deployment
 from outrider.heads import block_formats, eagle_formats
 from outrider.heads.block import BlockHead, BlockShape
 from outrider.proposers.recognition import TargetFiles
@@ -87,7 +87,7 @@ def export(models: Path, tmp_path: Path) -> Callable[..., tuple[Path, Export]]:
         plan = Plan({"target": "target", **values}, models)
         engine = ENGINES.get(to)()
         engine.check(plan, own_code)
-        return tmp_path / "out", write(engine, wanted(plan), tmp_path / "out", own_code)
+        return tmp_path / "out", write(engine, read_deployment(plan), tmp_path / "out", own_code)
 
     return export
 
@@ -189,7 +189,7 @@ def test_a_folders_name_is_not_executed(to: str, tmp_path: Path, monkeypatch: py
     out = tmp_path / "out"
     write(
         ENGINES.get(to)(),
-        wanted(Plan({"target": str(folder), "draft": str(draft), "method": "draft", "num_draft_tokens": 2})),
+        read_deployment(Plan({"target": str(folder), "draft": str(draft), "method": "draft", "num_draft_tokens": 2})),
         out,
     )
     (tmp_path / "bin").mkdir()
@@ -260,7 +260,7 @@ def test_a_head_that_an_engine_would_misread_is_converted(to: str, source: str, 
 @pytest.mark.parametrize("method", ["eagle:draft={models}/speculators", "medusa:draft={models}/medusa"])
 def test_an_export_that_is_run_in_place_has_absolute_paths(method: str, models: Path, tmp_path: Path) -> None:
     plan = Plan({"target": "target", "method": method.format(models=models)}, models)
-    export = write(ENGINES.get("vllm")(in_place=True), wanted(plan), tmp_path)
+    export = write(ENGINES.get("vllm")(in_place=True), read_deployment(plan), tmp_path)
     assert export.options == ("--config", str(tmp_path / "vllm.yaml"))
     assert vllm_settings(tmp_path)["speculative-config"]["model"] == str(tmp_path / "heads")
 
@@ -504,7 +504,7 @@ def test_plain_decoding_is_exported_as_plain_decoding(models: Path, tmp_path: Pa
 
 
 def test_different_servers_have_different_folders(models: Path) -> None:
-    one, other = (wanted(Plan({"target": "target", "method": "ngram", "num_draft_tokens": k}, models)) for k in (2, 3))
+    one, other = (read_deployment(Plan({"target": "target", "method": "ngram", "num_draft_tokens": k}, models)) for k in (2, 3))
     engine = ENGINES.get("vllm")()
     folders = {working_folder(engine, each, own_code) for each in (one, other) for own_code in (False, True)}
     assert len(folders) == 4 and working_folder(engine, one, False) in folders
