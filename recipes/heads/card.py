@@ -82,8 +82,8 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
         header = ("draft", "greedy, after accepted ones", "at temperature 1")
         both = zip(found["greedy"], found["sampled"], strict=True)
         parts.append(table(header, [(i + 1, *map("{:.1%}".format, row)) for i, row in enumerate(both)]))
-        greedy, sampled = found["tokens_per_pass"]
-        parts.append(f"Expected tokens per pass of the target, greedy and at temperature 1: {greedy} and {sampled}.")
+        greedy, sampled = found["mean_acceptance_length"]
+        parts.append(f"Mean acceptance length, greedy and at temperature 1: {greedy} and {sampled}.")
     else:
         held = measured["held_out"].values()
         parts.append("A later position counts whether or not the earlier ones were right, over the head's own drafts:")

@@ -98,7 +98,7 @@ class BlockLoss:
         """Return the acceptance of each draft on held-out rows, given that the earlier ones are accepted.
 
         ``greedy``: share of equal likeliest tokens; ``sampled``: acceptance probability at temperature 1.
-        ``tokens_per_pass``: expected tokens per pass of the target for blocks of all drafts, greedy and sampled.
+        ``mean_acceptance_length``: expected tokens per pass of the target for blocks of all drafts, greedy and sampled.
         """
         found = []
         for row in self.cache.held_out:
@@ -117,7 +117,7 @@ class BlockLoss:
         return {
             "greedy": [round(float(value), 4) for value in greedy.mean(1)],
             "sampled": [round(float(value), 4) for value in sampled.mean(1)],
-            "tokens_per_pass": [round(length, 3) for length in lengths],
+            "mean_acceptance_length": [round(length, 3) for length in lengths],
         }
 
 
