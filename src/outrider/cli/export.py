@@ -36,8 +36,8 @@ def command(
 ) -> None:
     """Write the launch command, config and converted heads for running a plan on vLLM, SGLang or transformers."""
     from outrider.cli.session import check_source
-    from outrider.export.engine import SCRIPT, check_folder, write
     from outrider.export.deployment import read_deployment
+    from outrider.export.engine import SCRIPT, check_folder, write
 
     refuse_own_code(models)
     engine = ENGINES.get(to)()

@@ -128,9 +128,9 @@ def serve_elsewhere(
 ) -> NoReturn:
     """Replace this process by another engine's server. Raises ``OutriderError`` if it is missing or lacks an option."""
     from outrider.cli.session import check_source
+    from outrider.export.deployment import read_deployment
     from outrider.export.engine import write
     from outrider.export.launch import become, find_command, working_folder
-    from outrider.export.deployment import read_deployment
 
     shared = {"host", "port", "name", "max_batch", "kv_memory"}
     for name in {**server, **values_given(limits)}:
