@@ -18,8 +18,8 @@ from outrider import LLM, SamplingParams, native
 from outrider.bench.provenance import provenance
 from outrider.doctor import Patient, check_up
 from outrider.engine.plan import Plan
-from outrider.export.vllm import Vllm
 from outrider.export.deployment import read_deployment
+from outrider.export.vllm import Vllm
 from outrider.runner import ModelRunner, RunnerConfig, blocks, linear, packing
 from outrider.types import OutriderError
 

@@ -25,11 +25,11 @@ from outrider import LLM
 from outrider.cli import main
 from outrider.engine.plan import Plan, located
 from outrider.export import ENGINES, vllm
+from outrider.export.deployment import read_deployment
 from outrider.export.engine import GREEDY, SCRIPT, Export, gpu_environment, write
 from outrider.export.launch import working_folder
 from outrider.export.transformers import Transformers
 from outrider.export.vllm_adapter import KEY, TextProposer
-from outrider.export.deployment import read_deployment
 from outrider.heads import block_formats, eagle_formats
 from outrider.heads.block import BlockHead, BlockShape
 from outrider.proposers.recognition import TargetFiles

@@ -27,9 +27,9 @@ from outrider import LLM, SamplingParams, ScriptedProposer
 from outrider.bench.load.counters import Counters, parse
 from outrider.bench.workloads import as_text, builtin
 from outrider.engine.plan import Plan
+from outrider.export.deployment import read_deployment
 from outrider.export.engine import write
 from outrider.export.vllm import Vllm
-from outrider.export.deployment import read_deployment
 from outrider.types import Context
 
 PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)

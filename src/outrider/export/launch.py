@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from outrider.disk_cache import cache_dir
 from outrider.errors import errors_as, without_path
-from outrider.export.engine import Engine, Export
 from outrider.export.deployment import Deployment
+from outrider.export.engine import Engine, Export
 from outrider.types import OutriderError
 
 CHECK = """

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from outrider.export import heads
-from outrider.export.engine import GREEDY, Engine, Export, gpu_environment
 from outrider.export.deployment import Deployment
+from outrider.export.engine import GREEDY, Engine, Export, gpu_environment
 from outrider.proposers import portable
 from outrider.types import OutriderError
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from outrider.export.engine import Engine, Export
 from outrider.export.deployment import Deployment, gguf_files
+from outrider.export.engine import Engine, Export
 from outrider.method_text import split_method
 from outrider.proposers import portable
 from outrider.types import OutriderError

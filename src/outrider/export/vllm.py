@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from outrider.export import heads, vllm_adapter
-from outrider.export.engine import GREEDY, Engine, Export, gpu_environment
 from outrider.export.deployment import Deployment, gguf_files
+from outrider.export.engine import GREEDY, Engine, Export, gpu_environment
 from outrider.files import GGUF_PART
 from outrider.proposers import portable
 from outrider.types import OutriderError

@@ -176,15 +176,9 @@ class Distillation(CheckedOptions):
 class Parallel(CheckedOptions):
     """Drafts per pass to train a draft for, with mask tokens, and the share of chains that reaches each depth."""
 
-    parallel: int | None = option(
-        whole(2), None, "Train the draft to make this many drafts per pass, with mask tokens (PARD)."
-    )
-    keep: float = option(
-        number(above=0, at_most=1), 0.7, "With --parallel: share of chains kept from each depth to the next."
-    )
-    keep_least: float = option(
-        number(above=0, at_most=1), 0.2, "With --parallel: minimum share of the chains at any depth."
-    )
+    parallel: int | None = option(whole(2), None, "Train the draft to make this many drafts per pass, with mask tokens (PARD).")
+    keep: float = option(number(above=0, at_most=1), 0.7, "With --parallel: share of chains kept from each depth to the next.")
+    keep_least: float = option(number(above=0, at_most=1), 0.2, "With --parallel: minimum share of the chains at any depth.")
 
     @property
     def depths(self) -> int:

@@ -125,9 +125,7 @@ class Workspace:
             if source.regenerate:
                 folder = self.work / "text"
                 with advise_to_resume(), exclusive(folder), reporting("text") as report:
-                    self.rows = regenerate(
-                        self.runner, self.rows, source.prompt_len, source.temperature, SEED, folder, report
-                    )
+                    self.rows = regenerate(self.runner, self.rows, source.prompt_len, source.temperature, SEED, folder, report)
         return self.rows
 
 
