@@ -54,7 +54,7 @@ def pieces(own: PreTrainedTokenizerFast, target: PreTrainedTokenizerFast) -> Ten
     for index, token in enumerate(own.convert_ids_to_tokens(list(range(len(own))))):
         text = own.decode([index])
         whole = token in own.all_special_tokens or BROKEN not in text
-        ids = target.encode(text) if whole else target.convert_tokens_to_ids(list(token))
+        ids: Any = target.encode(text) if whole else target.convert_tokens_to_ids(list(token))
         for piece in ids:
             table[index, piece] += 1 / len(ids)
     return table

@@ -24,7 +24,7 @@ from outrider.train.layer_skip import EarlyExitLoss
 from outrider.train.precision import arithmetic
 
 from . import samples
-from .config import AgainstLoops
+from .config import TOKEN_IDS, AgainstLoops
 
 HELD_OUT = ("tales", "books", "tldr", "gsm8k", "chats")  # sources of the prompts other than signatures
 OPENINGS, OPENING = 10, 24  # documents of each source, and the first tokens of each
@@ -46,7 +46,7 @@ class LoopLoss:
         prompts = ids[: self.options.rows, : self.options.prompt_tokens]
         greedy = torch.zeros(len(prompts), device=ids.device)
         rows = continue_rows(self.net, prompts, self.options.new_tokens, greedy, torch.Generator(ids.device))
-        end = int(self.net.config.eos_token_id)
+        end = TOKEN_IDS["eos_token_id"]
         repeated = torch.tensor([repeats(row, end) for row in rows[:, prompts.shape[1] :].tolist()], device=ids.device)
         unlikely = self._unlikelihood(rows, prompts.shape[1], repeated)
         parts |= {"loops": repeated.float().mean(), "unlikelihood": unlikely.detach()}

@@ -10,18 +10,8 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from outrider.cli.options import flag, with_groups
-from outrider.train.runs import (
-    BlockRun,
-    EagleRun,
-    HeadPlan,
-    MedusaRun,
-    MtpRun,
-    Workspace,
-    train_block,
-    train_eagle,
-    train_medusa,
-    train_mtp,
-)
+from outrider.train.options import BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun
+from outrider.train.runs import Workspace, train_block, train_eagle, train_medusa, train_mtp
 from recipes import PACKAGE, run
 from recipes.family.config import SEED
 from recipes.family.stages import hardware

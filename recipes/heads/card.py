@@ -69,26 +69,26 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
         "Measured on rows that were held out of the head's training.",
     ]
     if "accuracies" in measured:
+        shares = [(row[0], sum(row[:3]), sum(row)) for row in measured["accuracies"]]
         header = (
             "head (position after the last token)",
             "likeliest token is the target's",
             "among the 3 likeliest",
             "among the 10",
         )
-        shares = [(row[0], sum(row[:3]), sum(row)) for row in measured["accuracies"]]
         parts.append(table(header, [(f"{i + 1} ({i + 2})", *map("{:.1%}".format, row)) for i, row in enumerate(shares)]))
     elif "acceptance_by_position" in measured:
         found = measured["acceptance_by_position"]
-        header = ("draft", "greedy, after accepted ones", "at temperature 1")
-        both = zip(found["greedy"], found["sampled"], strict=True)
-        parts.append(table(header, [(i + 1, *map("{:.1%}".format, row)) for i, row in enumerate(both)]))
+        both = enumerate(zip(found["greedy"], found["sampled"], strict=True), 1)
+        columns = "draft", "greedy, after accepted ones", "at temperature 1"
+        parts.append(table(columns, [(number, *map("{:.1%}".format, row)) for number, row in both]))
         greedy, sampled = found["mean_acceptance_length"]
         parts.append(f"Mean acceptance length, greedy and at temperature 1: {greedy} and {sampled}.")
     else:
         held = measured["held_out"].values()
         parts.append("A later position counts whether or not the earlier ones were right, over the head's own drafts:")
         parts.append(table(("depth", "likeliest token is the target's"), [(i + 1, f"{x:.1%}") for i, x in enumerate(held)]))
-        ranks = measured["acceptance_by_rank"]
+        siblings = enumerate(measured["acceptance_by_rank"], 1)
         parts.append("At temperature 1 and depth 1, by multi-round rejection:")
-        parts.append(table(("sibling", "is the one accepted"), [(i + 1, f"{x:.1%}") for i, x in enumerate(ranks)]))
+        parts.append(table(("sibling", "is the one accepted"), [(number, f"{share:.1%}") for number, share in siblings]))
     return "\n\n".join(parts) + "\n"
