@@ -30,6 +30,7 @@ class KnownAnswers(Proposer):
 
 def main(target: str | None = None) -> None:
     tokenizer = LLM(target, method="plain").tokenizer
+    assert tokenizer is not None, "the target has no tokenizer"
     proposer = KnownAnswers([tokenizer.encode(" " + sentence) for sentence in KNOWN])
     llm = LLM(target, proposer=proposer, num_draft_tokens=6)
     question = "Question: What is the capital of Italy?\nAnswer: The capital"

@@ -18,8 +18,8 @@ from outrider import LLM, SamplingParams, native
 from outrider.bench.provenance import provenance
 from outrider.doctor import Patient, check_up
 from outrider.engine.plan import Plan
+from outrider.export.deployment import read_deployment
 from outrider.export.vllm import Vllm
-from outrider.export.wanted import wanted
 from outrider.runner import ModelRunner, RunnerConfig, blocks, linear, packing
 from outrider.types import OutriderError
 
@@ -186,7 +186,7 @@ def test_a_plan_names_the_precision_and_exports_reject_it(tmp_path):
     plan = Plan.read(file)
     assert plan.values == {"weights": "int4"} and 'weights = "int4"' in plan.text()
     with pytest.raises(OutriderError, match="vLLM reads weights as in the checkpoint: remove weights from the plan"):
-        Vllm().check(wanted(plan), own_code=False)
+        Vllm().check(read_deployment(plan), own_code=False)
     file.write_text('weights = "int2"\n')
     with pytest.raises(OutriderError, match="invalid weights 'int2': expected int8 or int4"):
         Plan.read(file)

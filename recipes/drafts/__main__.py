@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from outrider.train.model_runs import DraftRun, train_draft, trainable
-from outrider.train.options import DIVERGENCES, Distillation, DraftShape, HeadPlan
-from outrider.train.parallel import Parallel
+from outrider.train.options import DIVERGENCES, Distillation, DraftShape, HeadPlan, Parallel
 from recipes import PACKAGE, run, work_folder
 from recipes.drafts import foreign as foreign_draft
 from recipes.family import model, report, tokenizer
@@ -20,7 +19,6 @@ from recipes.heads.rows import COUNT, workspace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
-FROM_LAYERS = PRESETS["cpu"].distillation.layers
 LEARNED = (0.006, 0.0015)  # learning rates of Muon and Adam for already trained weights
 FRESH = (0.01, 0.0025)
 
@@ -48,11 +46,11 @@ def distilled(  # noqa: PLR0913 - one parameter an option
 ) -> None:
     """Distil a draft of the family draft's size for longer, and compare the two. Run again to resume."""
     at = replace(workspace(family / "target", tokens, work, rows), target=trainable(str(family / "target")))
-    shape = DraftShape(PRESETS["cpu"].draft.layers, PRESETS["cpu"].draft.hidden, FROM_LAYERS)
+    shape = DraftShape(PRESETS["cpu"].draft.layers, PRESETS["cpu"].draft.hidden, PRESETS["cpu"].distillation.layers)
     muon, adam = FRESH if fresh else LEARNED
-    kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss), name="distilled")
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compile=True)
-    train_draft(at, out, how, kind)
+    options = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss), name="distilled")
+    plan = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compile=True)
+    train_draft(at, out, plan, options)
     compare(family, out, tokens)
 
 
@@ -80,10 +78,10 @@ def parallel(
 ) -> None:
     """Train the family's draft further so that it makes 8 drafts in one pass (PARD); run again to resume."""
     muon, adam = LEARNED
-    kind = DraftRun(start=str(family / "draft"), parallel=Parallel(depths=8), name="parallel")
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compile=True)
+    options = DraftRun(start=str(family / "draft"), parallel=Parallel(8), name="parallel")
+    plan = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compile=True)
     at = replace(workspace(family / "target", tokens, work, rows), target=trainable(str(family / "target")))
-    train_draft(at, out, how, kind)
+    train_draft(at, out, plan, options)
 
 
 @app.command()

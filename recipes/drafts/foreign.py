@@ -21,7 +21,6 @@ from recipes.family import corpus, data, evaluate, model, tokenizer
 from recipes.family.config import PRESETS, SEED
 
 WRITTEN_SHARE = 0.5  # share of rows written by the target, if there are any
-FROM_LAYERS = (0, 2)
 SAMPLE = 12_000_000  # characters that the tokenizer is trained on
 
 
@@ -55,7 +54,7 @@ def pieces(own: PreTrainedTokenizerFast, target: PreTrainedTokenizerFast) -> Ten
     for index, token in enumerate(own.convert_ids_to_tokens(list(range(len(own))))):
         text = own.decode([index])
         whole = token in own.all_special_tokens or BROKEN not in text
-        ids = target.encode(text) if whole else target.convert_tokens_to_ids(list(token))
+        ids: Any = target.encode(text) if whole else target.convert_tokens_to_ids(list(token))
         for piece in ids:
             table[index, piece] += 1 / len(ids)
     return table
@@ -66,7 +65,7 @@ def train(folder: Path, family: Path, minutes: float, out: Path) -> None:
     learned, of_target = tokenizer.load(folder / "tokenizer"), tokenizer.load(family / "target")
     preset = replace(PRESETS["cpu"], vocab=len(learned))
     net = model.build(preset.draft, preset, SEED + 11)
-    shrink(model.load(family / "target"), net, FROM_LAYERS, pieces(learned, of_target))
+    shrink(model.load(family / "target"), net, preset.distillation.layers, pieces(learned, of_target))
     plan = replace(preset.draft_plan, max_tokens=20_000_000, minutes=minutes, eval_every_s=120.0, seed=SEED + 11)
     found = evaluate.held_out(folder / "tokens", learned, {each.name: each.weight for each in corpus.SOURCES}, 256, 4_096)
     loss = model.text_loss(net, torch.float32)

@@ -30,12 +30,12 @@ HERE = Path(__file__).parent
 CORPUS, WORK = Path("../shared/corpus"), Path("build/family")
 
 
-def workshop(preset: str, corpus: Path, work: Path, **how: Any) -> Workshop:
+def workshop(preset: str, corpus: Path, work: Path, **options: Any) -> Workshop:
     """Return the workshop for these options. Raises a one-line error if the corpus is missing."""
     if not corpus.is_dir():
         raise typer.BadParameter(f"corpus folder {corpus} does not exist")
     work_folder(work)
-    return Workshop(preset, corpus, work, **how)
+    return Workshop(preset, corpus, work, **options)
 
 
 def check_trained(folder: Path, stage: str) -> None:

@@ -131,7 +131,7 @@ def sample_sections(report: dict[str, Any], tokens: int) -> list[str]:
 
 def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[str, Any]]], hardware: str, note: str) -> str:
     """Return the complete card."""
-    how = preset.distillation
+    settings = preset.distillation
     target = ("target, continued", preset.further_plan) if report["continued"] else ("target", preset.target_plan)
     runs = [(*target, curves["target"]), ("target, against loops", preset.loops_plan, curves["loops"])]
     runs.append(("draft", preset.draft_plan, curves["draft"]))
@@ -145,8 +145,8 @@ def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[s
         "at the last layer, an early-exit loss at one layer a step in rotation. It grows: until "
         f"{preset.layer_skip.grow_at:.0%} of the run only every second layer is trained, the others are the identity. "
         f"The draft is distilled (forward KL on the target's logits; DistillSpec, Zhou et al. 2024) after "
-        f"{how.teaching.plain_share:.0%} of plain training; {how.generated_share:.0%} of its rows were written by the "
-        "target after training prefixes, half greedily and half at temperature 1. Curves: `recipes/family/*_curve.png`.",
+        f"{settings.teaching.plain_share:.0%} of plain training; {settings.generated_share:.0%} of its rows were written by "
+        "the target after training prefixes, half greedily and half at temperature 1. Curves: `recipes/family/*_curve.png`.",
         *([note] if note else []),
         *bits(report["bpb"]),
         *loops(report["loops"]),

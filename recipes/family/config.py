@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from outrider.train.options import Distillation, LayerSkip
 from outrider.train.plan import SEED as SEED
@@ -11,7 +12,7 @@ from outrider.train.plan import TrainingPlan
 
 END, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (END, USER, ASSISTANT)
-TOKEN_IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # of END
+TOKEN_IDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # of END
 
 
 def documents_of(text: str) -> list[str]:
@@ -42,7 +43,7 @@ class DraftText:
     generated_share: float = 0.6  # share of each batch; the rest is corpus text
     greedy_share: float = 0.5  # share of the generated rows; the others are sampled at temperature 1
     teaching: Distillation = field(default_factory=lambda: Distillation(plain_share=0.03))
-    layers: tuple[int, int] = (0, 2)  # target layers that initialise the draft
+    layers: tuple[int, ...] = (0, 2)  # target layers that initialise the draft
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Preset:
     target: Shape
     draft: Shape
     target_plan: TrainingPlan
-    further_plan: TrainingPlan  # of a run that goes on from a finished target; ends at the rates at which loops_plan begins
+    further_plan: TrainingPlan  # continues a finished target; ends close to the rates at which loops_plan begins
     loops_plan: TrainingPlan
     draft_plan: TrainingPlan
     layer_skip: LayerSkip

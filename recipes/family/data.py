@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from outrider.train.text import GOLDEN, spread
+from outrider.train.text import GOLDEN, golden_order
 from outrider.types import OutriderError
 
 from .corpus import SOURCES, Split
@@ -103,5 +103,5 @@ class DistillationRows:
         self.rows_drawn["generated"] += count
         parts = [self.corpus.batch(step, rows - count, seq_len)]
         if count:
-            parts.append(self.generated[spread(first, count, len(self.generated)), : seq_len + 1].to(torch.int64))
+            parts.append(self.generated[golden_order(first, count, len(self.generated)), : seq_len + 1].to(torch.int64))
         return torch.cat(parts)

@@ -39,7 +39,7 @@ def held_out(tokens: Path, learned: PreTrainedTokenizerFast, weights: Mapping[st
 
 
 def bits_per_byte(model: LlamaForCausalLM, text: HeldOut) -> dict[str, float]:
-    """Return bits per byte by source; `total` weighs the sources as in training."""
+    """Return bits per byte by source; `total` is the mean weighted by ``text.weights``."""
     device = next(model.parameters()).device
     found = {}
     for name, rows in text.rows.items():
@@ -73,7 +73,8 @@ def before_end(rows: Tensor, prompt: int, end: int) -> Tensor:
 def draft_matches(draft: LlamaForCausalLM, rows: Tensor, prompt: int) -> Tensor:
     """Return where the draft's greedy token, given the preceding text, is the next token of the text: bool [N, S - prompt]."""
     logits = draft(input_ids=rows[:, :-1], use_cache=False).logits
-    return logits[:, prompt - 1 :].argmax(-1) == rows[:, prompt:]
+    matches: Tensor = logits[:, prompt - 1 :].argmax(-1) == rows[:, prompt:]
+    return matches
 
 
 def mean_acceptance_length(matches: Tensor, mask: Tensor, num_draft_tokens: int) -> float:

@@ -24,7 +24,7 @@ from outrider.train.layer_skip import EarlyExitLoss
 from outrider.train.precision import arithmetic
 
 from . import samples
-from .config import AgainstLoops
+from .config import TOKEN_IDS, AgainstLoops
 
 HELD_OUT = ("tales", "books", "tldr", "gsm8k", "chats")  # sources of the prompts other than signatures
 OPENINGS, OPENING = 10, 24  # documents of each source, and the first tokens of each
@@ -36,20 +36,21 @@ class LoopLoss:
 
     text: EarlyExitLoss
     net: LlamaForCausalLM
-    how: AgainstLoops
+    options: AgainstLoops
 
-    def __call__(self, ids: Tensor, step: int, draw: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, ids: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of ids [B, S + 1]."""
-        loss, parts = self.text(ids, step, draw, progress)
-        if step % self.how.every:
+        loss, parts = self.text(ids, step, pass_index, progress)
+        if step % self.options.every:
             return loss, parts
-        prompts = ids[: self.how.rows, : self.how.prompt_tokens]
+        prompts = ids[: self.options.rows, : self.options.prompt_tokens]
         greedy = torch.zeros(len(prompts), device=ids.device)
-        rows = continue_rows(self.net, prompts, self.how.new_tokens, greedy, torch.Generator(ids.device))
-        end = int(self.net.config.eos_token_id)
+        rows = continue_rows(self.net, prompts, self.options.new_tokens, greedy, torch.Generator(ids.device))
+        end = TOKEN_IDS["eos_token_id"]
         repeated = torch.tensor([repeats(row, end) for row in rows[:, prompts.shape[1] :].tolist()], device=ids.device)
         unlikely = self._unlikelihood(rows, prompts.shape[1], repeated)
-        return loss + self.how.weight * unlikely, {**parts, "loops": repeated.float().mean(), "unlikelihood": unlikely.detach()}
+        parts |= {"loops": repeated.float().mean(), "unlikelihood": unlikely.detach()}
+        return loss + self.options.weight * unlikely, parts
 
     def _unlikelihood(self, rows: Tensor, start: int, repeated: Tensor) -> Tensor:
         """Return the mean of -log(1 - p) over the ``repeated`` [B, N] tokens of the continuations, which begin at ``start``."""

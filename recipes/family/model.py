@@ -18,8 +18,10 @@ from outrider.train.trainer import Loss
 from . import tokenizer
 from .config import TOKEN_IDS, Preset, Shape
 
+CPU = torch.device("cpu")
 
-def build(shape: Shape, preset: Preset, seed: int) -> LlamaForCausalLM:
+
+def build(shape: Shape, preset: Preset, seed: int, device: torch.device = CPU) -> LlamaForCausalLM:
     """Return a new model. Residual branches start at zero, which suits short runs."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -34,20 +36,20 @@ def build(shape: Shape, preset: Preset, seed: int) -> LlamaForCausalLM:
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        **TOKEN_IDS,
         # at 256 tokens, the backward pass of torch's attention on CPUs takes a third of a step, plain matrix products a tenth
-        attn_implementation="sdpa" if torch.cuda.is_available() else "eager",
+        **TOKEN_IDS | {"attn_implementation": "sdpa" if torch.cuda.is_available() else "eager"},
     )
     model = LlamaForCausalLM(config)
     for layer in model.model.layers:
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
-    return model
+    return nn.Module.to(model, device)
 
 
-def load(folder: Path) -> LlamaForCausalLM:
+def load(folder: Path, device: torch.device = CPU) -> LlamaForCausalLM:
     """Load an exported model in float32, for measurements."""
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return nn.Module.to(model, device)
 
 
 def export(checkpoint: Path, shape: Shape, preset: Preset, tokenizer_folder: Path, out: Path) -> None:
@@ -62,7 +64,7 @@ def export(checkpoint: Path, shape: Shape, preset: Preset, tokenizer_folder: Pat
 def write(net: PreTrainedModel, tokenizer_folder: Path, out: Path) -> None:
     """Write a model in bfloat16 with its tokenizer."""
     net.generation_config = GenerationConfig(**TOKEN_IDS, do_sample=False)
-    net.to(torch.bfloat16).save_pretrained(out)
+    net.bfloat16().save_pretrained(out)
     tokenizer.load(tokenizer_folder).save_pretrained(out)
     tokenizer.write_config(out)
 
@@ -76,7 +78,7 @@ def compile_layers(model: LlamaForCausalLM) -> None:
 def text_loss(model: PreTrainedModel, dtype: torch.dtype) -> Loss:
     """Return the mean cross entropy of ids [B, S + 1], computed in a dtype."""
 
-    def loss(ids: Tensor, step: int, draw: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+    def loss(ids: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         with arithmetic(ids.device, dtype):
             found = next_token_loss(model, ids)
         return found, {"loss": found.detach()}

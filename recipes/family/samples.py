@@ -6,9 +6,10 @@ The signatures and openings were written for this file; none is from a benchmark
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from .config import SEED
 from .corpus import parsed
@@ -83,7 +84,7 @@ SIGNATURES = tuple('{}\n    """{}"""\n'.format(*line.split(" | ")) for line in _
 
 @torch.no_grad()
 def continuations(
-    model: LlamaForCausalLM,
+    model: Any,
     tokenizer: PreTrainedTokenizerFast,
     prompts: Sequence[str],
     new_tokens: int,

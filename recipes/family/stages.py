@@ -100,7 +100,7 @@ def _loss(shop: Workshop, name: str, net: LlamaForCausalLM, plan: TrainingPlan, 
     decoder = model.LlamaDecoder(net)
     if shop.compiled:
         model.compile_layers(net)
-        decoder.token_loss = torch.compile(decoder.token_loss, dynamic=False)
+        decoder.token_loss = torch.compile(decoder.token_loss, dynamic=False)  # type: ignore[method-assign]
     return EarlyExitLoss(decoder, skip, run_dtype(shop.folder / name, shop.device), plan.seed)
 
 
@@ -108,7 +108,7 @@ def target_run(shop: Workshop) -> Trainer:
     """Return the target's training run."""
     preset = shop.preset
     plan = shop.plan(preset.target_plan if shop.start is None else preset.further_plan)
-    net, skip = model.build(preset.target, preset, plan.seed).to(shop.device), preset.layer_skip
+    net, skip = model.build(preset.target, preset, plan.seed, shop.device), preset.layer_skip
     if shop.start is not None:
         net.load_state_dict(model.load(shop.start).state_dict())
         skip = replace(skip, grow_at=0.0)
@@ -133,7 +133,7 @@ def train_against_loops(shop: Workshop) -> None:
     """Train the finished target against its own loops to the end of the plan."""
     preset = shop.preset
     plan = shop.plan(preset.loops_plan)
-    net = model.build(preset.target, preset, plan.seed).to(shop.device)
+    net = model.build(preset.target, preset, plan.seed, shop.device)
     learned = torch.load(shop.folder / "target" / "checkpoint.pt", map_location=shop.device, weights_only=True)
     net.load_state_dict(learned["model"])
     claim(shop.folder / "loops" / "run.json", {"target": fingerprint(net)})
@@ -181,20 +181,21 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
 
     Raises ``OutriderError`` if those on disk are another target's, or another number.
     """
-    path, how = shop.folder / "generated" / "rows.pt", shop.preset.distillation
+    path, settings = shop.folder / "generated" / "rows.pt", shop.preset.distillation
     claim(path.with_name("run.json"), {"target": fingerprint(teacher), "rows": rows})
     if path.exists():
-        return torch.load(path, weights_only=True)
+        stored: Tensor = torch.load(path, weights_only=True)
+        return stored
     plan = shop.preset.draft_plan
-    others = data.training_mixture(shop.tokens, plan.seed + 1).batch(0, rows, how.prompt_tokens)
-    starts = prompts.mixed_prompts(shop.tokens, shop.tokenizer, rows, how.prompt_tokens, others).to(shop.device)
+    others = data.training_mixture(shop.tokens, plan.seed + 1).batch(0, rows, settings.prompt_tokens)
+    starts = prompts.mixed_prompts(shop.tokens, shop.tokenizer, rows, settings.prompt_tokens, others).to(shop.device)
     generator = torch.Generator(shop.device).manual_seed(plan.seed)
     written = []
     with reporting("generate") as show:
-        for batch in starts.split(how.generation_batch):
+        for batch in starts.split(settings.generation_batch):
             temperature = torch.ones(len(batch), device=shop.device)
-            temperature[: round(len(batch) * how.greedy_share)] = 0.0
-            new_tokens = how.new_tokens + 1
+            temperature[: round(len(batch) * settings.greedy_share)] = 0.0
+            new_tokens = settings.new_tokens + 1
             written.append(continue_rows(teacher, batch, new_tokens, temperature, generator).cpu())
             show(sum(map(len, written)) / rows, {"rows": sum(map(len, written))})
     generated = torch.cat(written).to(torch.int32)
@@ -205,7 +206,7 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
 
 def new_draft(preset: Preset, teacher: LlamaForCausalLM, seed: int) -> LlamaForCausalLM:
     """Return a draft initialised with some of the target's layers, unchanged or reduced in width."""
-    student = model.build(preset.draft, preset, seed).to(teacher.device)
+    student = model.build(preset.draft, preset, seed, teacher.device)
     begin = copy_layers if preset.draft.hidden == preset.target.hidden else shrink
     begin(teacher, student, preset.distillation.layers)
     return student
@@ -213,20 +214,20 @@ def new_draft(preset: Preset, teacher: LlamaForCausalLM, seed: int) -> LlamaForC
 
 def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None) -> None:
     """Distil the draft from the target in a folder to the end of its plan."""
-    preset, how = shop.preset, shop.preset.distillation
+    preset, settings = shop.preset, shop.preset.distillation
     shop.claim_start("draft")
     plan = shop.plan(preset.draft_plan)
-    teacher = model.load(target).to(shop.device).requires_grad_(False)
-    rows = how.generated_rows if generated_rows is None else generated_rows
+    teacher = model.load(target, shop.device).requires_grad_(False)
+    rows = settings.generated_rows if generated_rows is None else generated_rows
     generated = write_text(shop, teacher, rows) if rows else torch.empty(0, 1)
-    student = new_draft(preset, teacher, plan.seed + 1) if shop.start is None else model.load(shop.start).to(shop.device)
-    loss = DistillationLoss(student, teacher, how.teaching, run_dtype(shop.folder / "draft", shop.device), plan.seed)
+    student = new_draft(preset, teacher, plan.seed + 1) if shop.start is None else model.load(shop.start, shop.device)
+    loss = DistillationLoss(student, teacher, settings.teaching, run_dtype(shop.folder / "draft", shop.device), plan.seed)
     if shop.compiled:
         for net in (student, teacher):
             model.compile_layers(net)
         loss.divergence = torch.compile(distillation.divergence, dynamic=False)
     corpus_rows = data.training_mixture(shop.tokens, plan.seed + 2)
-    batches = data.DistillationRows(corpus_rows, generated, how.generated_share)
+    batches = data.DistillationRows(corpus_rows, generated, settings.generated_share)
 
     def measure(final: bool) -> dict[str, Any]:
         return {"bpb": evaluate.bits_per_byte(student, shop.held_out(final))}

@@ -83,4 +83,5 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[int]:
 
 def load(folder: Path) -> PreTrainedTokenizerFast:
     """Load the tokenizer saved in `folder`."""
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    learned: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
+    return learned

@@ -37,7 +37,7 @@ def expand(template: str, rng: random.Random) -> str:
                 raise ValueError(f"slot {name!r} is defined twice: {template[:60]!r}")
             return chosen.setdefault(name, rng.choice(options.split("|")))
         if "|" in match[1]:
-            return rng.choice(match[1].split("|"))
+            return rng.choice(str(match[1]).split("|"))
         if match[1] not in chosen:
             raise ValueError(f"slot {match[1]!r} is not defined before it is used: {template[:60]!r}")
         return chosen[match[1]]

@@ -10,18 +10,8 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from outrider.cli.options import flag, with_groups
-from outrider.train.runs import (
-    BlockRun,
-    EagleRun,
-    HeadPlan,
-    MedusaRun,
-    MtpRun,
-    Workspace,
-    train_block,
-    train_eagle,
-    train_medusa,
-    train_mtp,
-)
+from outrider.train.options import BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun
+from outrider.train.runs import Workspace, train_block, train_eagle, train_medusa, train_mtp
 from recipes import PACKAGE, run
 from recipes.family.config import SEED
 from recipes.family.stages import hardware
@@ -52,44 +42,44 @@ def hidden_states(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 1
 
 
-def train(name: str, at: Workspace, how: Options) -> None:
+def train(name: str, at: Workspace, options: Options) -> None:
     """Train one head."""
     layers = hidden_states(at.runner.num_layers)
     at.features([*layers, at.runner.num_layers])  # what all of them read, captured once
-    plan = HeadPlan(minutes=how.minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compile=True)
-    out, start = how.package / name, None if how.start is None else str(how.start / name)
+    plan = HeadPlan(minutes=options.minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compile=True)
+    out, start = options.package / name, None if options.start is None else str(options.start / name)
     if name == "medusa":
-        train_medusa(at, out, plan, MedusaRun(4, 3, start))
+        train_medusa(at, out, plan, MedusaRun(4, 3, start=start))
     elif name == "eagle1":
         train_eagle(at, out, plan, EagleRun(1, steps=2, start=start))
     elif name == "eagle3":
         train_eagle(at, out, plan, EagleRun(3, 3, layers, start=start))
     elif name == "mtp":
-        train_mtp(at, out, plan, MtpRun(3, start))
+        train_mtp(at, out, plan, MtpRun(3, start=start))
     else:
         train_block(at, out, plan, BlockRun(8, 2, layers, markov_rank=128, start=start))
-    publish(name, out, len(at.training_rows()), how.hardware or hardware(), how.start is not None)
+    publish(name, out, len(at.training_rows()), options.hardware or hardware(), options.start is not None)
 
 
-def train_all(names: Sequence[str], how: Options) -> None:
+def train_all(names: Sequence[str], options: Options) -> None:
     """Train heads in order, each to its end."""
-    at = workspace(how.target, how.tokens, how.work, how.rows)
+    at = workspace(options.target, options.tokens, options.work, options.rows)
     for name in names:
-        train(name, at, how)
+        train(name, at, options)
 
 
 @app.command()
 @with_groups
-def one(*, name: Annotated[Name, typer.Argument()], how: Options) -> None:
+def one(*, name: Annotated[Name, typer.Argument()], options: Options) -> None:
     """Train one head; run again to resume."""
-    train_all([name], how)
+    train_all([name], options)
 
 
 @app.command(name="all")
 @with_groups
-def everything(*, how: Options) -> None:
+def everything(*, options: Options) -> None:
     """Text, features and all heads in order; run again to go on where it stopped."""
-    train_all(get_args(Name), how)
+    train_all(get_args(Name), options)
 
 
 if __name__ == "__main__":

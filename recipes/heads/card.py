@@ -42,8 +42,8 @@ WHAT = {
 def publish(name: str, head: Path, rows: int, machine: str, continued: bool) -> None:
     """Write ``README.md`` next to the head, and move its curve next to this recipe."""
     curve = json.loads((head / f"{name}_curve.json").read_text())
-    for kind in ("json", "png"):
-        shutil.move(head / f"{name}_curve.{kind}", Path(__file__).parent / f"{name}_curve.{kind}")
+    for file in head.glob(f"{name}_curve.*"):  # no picture without matplotlib
+        shutil.move(file, Path(__file__).with_name(file.name))
     measured = json.loads((head / "measured.json").read_text())
     size = (head / "model.safetensors").stat().st_size
     (head / "README.md").write_text(card(name, measured, curve[-1], rows, size, machine, continued))
@@ -69,21 +69,26 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
         "Measured on rows that were held out of the head's training.",
     ]
     if "accuracies" in measured:
-        header = ("head (tokens ahead)", "likeliest token is the target's", "among the 3 likeliest", "among the 10")
         shares = [(row[0], sum(row[:3]), sum(row)) for row in measured["accuracies"]]
+        header = (
+            "head (position after the last token)",
+            "likeliest token is the target's",
+            "among the 3 likeliest",
+            "among the 10",
+        )
         parts.append(table(header, [(f"{i + 1} ({i + 2})", *map("{:.1%}".format, row)) for i, row in enumerate(shares)]))
     elif "acceptance_by_position" in measured:
         found = measured["acceptance_by_position"]
-        header = ("draft", "greedy, after accepted ones", "at temperature 1")
-        both = zip(found["greedy"], found["sampled"], strict=True)
-        parts.append(table(header, [(i + 1, *map("{:.1%}".format, row)) for i, row in enumerate(both)]))
-        greedy, sampled = found["tokens_per_pass"]
-        parts.append(f"Expected tokens per pass of the target, greedy and at temperature 1: {greedy} and {sampled}.")
+        both = enumerate(zip(found["greedy"], found["sampled"], strict=True), 1)
+        columns = "draft", "greedy, after accepted ones", "at temperature 1"
+        parts.append(table(columns, [(number, *map("{:.1%}".format, row)) for number, row in both]))
+        greedy, sampled = found["mean_acceptance_length"]
+        parts.append(f"Mean acceptance length, greedy and at temperature 1: {greedy} and {sampled}.")
     else:
         held = measured["held_out"].values()
         parts.append("A later position counts whether or not the earlier ones were right, over the head's own drafts:")
         parts.append(table(("depth", "likeliest token is the target's"), [(i + 1, f"{x:.1%}") for i, x in enumerate(held)]))
-        ranks = measured["acceptance_by_rank"]
+        siblings = enumerate(measured["acceptance_by_rank"], 1)
         parts.append("At temperature 1 and depth 1, by multi-round rejection:")
-        parts.append(table(("sibling", "is the one accepted"), [(i + 1, f"{x:.1%}") for i, x in enumerate(ranks)]))
+        parts.append(table(("sibling", "is the one accepted"), [(number, f"{share:.1%}") for number, share in siblings]))
     return "\n\n".join(parts) + "\n"

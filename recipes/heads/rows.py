@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.heads.checkpoint import replaced
 from outrider.progress import reporting
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.train.claims import claim, fingerprint
+from outrider.train.claims import claim, exclusive, fingerprint
 from outrider.train.runs import Workspace
 from outrider.train.text import regenerate
 from outrider.types import OutriderError
@@ -48,8 +48,8 @@ def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens:
     filled[:, :PROMPT_LEN] = starts.int()
     written = []
     for temperature, part in zip((0.0, 1.0), filled.chunk(2), strict=True):
-        with reporting(f"text at temperature {temperature:g}") as report:
-            folder = work / f"text_{temperature:g}"
+        folder = work / f"text_{temperature:g}"
+        with exclusive(folder), reporting(f"text at temperature {temperature:g}") as report:
             written.append(regenerate(runner, part, PROMPT_LEN, temperature, SEED, folder, report))
     rows = torch.cat(written)
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]

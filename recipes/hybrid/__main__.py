@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import nn
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from outrider.train.plan import TrainingPlan
@@ -38,7 +39,8 @@ def build(vocab_size: int, seed: int, **changes: Any) -> Qwen3_5ForCausalLM:
     """Return a new model; three of four layers are Gated DeltaNet."""
     torch.manual_seed(seed)
     config = Qwen3_5TextConfig(vocab_size=vocab_size, tie_word_embeddings=True, **TOKEN_IDS, **(SHAPE | changes))
-    return Qwen3_5ForCausalLM(config).float()
+    model: Qwen3_5ForCausalLM = Qwen3_5ForCausalLM(config).float()
+    return model
 
 
 def training(model: PreTrainedModel, batches: Batches, plan: TrainingPlan, folder: Path) -> Trainer:
@@ -56,7 +58,7 @@ def main(
     data.check_tokens(family / "tokens")
     plan = TrainingPlan(10**9, 4096, ((1.0, 256),), minutes=minutes, muon_lr=0.01, adam_lr=0.0025, warmup=0.02)
     model = build(len(tokenizer.load(family / "tokenizer")), plan.seed)
-    model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    nn.Module.to(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     training(model, data.training_mixture(family / "tokens", plan.seed), plan, work).run()
     write(model, family / "tokenizer", work / "model")
 

@@ -99,8 +99,8 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
     assert_one_line(train("draft", "--start", tmp_path / "none"), "none")
     assert_one_line(train("draft", "--from-layers", "first"), "--from-layers")
     assert_one_line(train("draft", "--loss", "mse"), "kl or tv")
-    assert_one_line(train("draft", "--parallel", 0), "--parallel 0: expected at least 1")
-    assert_one_line(train("draft", "--parallel", 1), "parallel drafts 1: expected at least 2")
+    assert_one_line(train("draft", "--parallel", 0), "invalid --parallel 0: expected a whole number, at least 2")
+    assert_one_line(train("draft", "--parallel", 1), "invalid --parallel 1: expected a whole number, at least 2")
     assert_one_line(train("draft", "--parallel", 4, "--keep", 0), "invalid --keep 0")
     assert_one_line(train("draft", "--parallel", 40), "rows of 24 tokens are too short for 40 parallel drafts")
     assert_one_line(train("early-exit", "--max-drop", 1.5), "--max-drop 1.5")
@@ -112,7 +112,7 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
     assert_one_line(train("dflash", "--hidden-states", "1,7"), "has 0 to 2")
     assert_one_line(train("dflash", "--block-size", 23), "rows of 24 tokens are too short for blocks of 23")
     assert_one_line(train("mtp", "--steps", 0), "--steps 0")
-    assert_one_line(train("mtp", "--format", "gguf"), "invalid format 'gguf': expected qwen, deepseek, mimo")
+    assert_one_line(train("mtp", "--format", "gguf"), "invalid --format 'gguf': expected qwen, deepseek or mimo")
     assert_one_line(train("mtp", "--start", target), "holds no MTP head: none of mtp.fc.weight")
 
 
@@ -135,7 +135,7 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
         ("dflash", ("--minutes", "nan"), "invalid --minutes nan"),
         ("dflash", ("--layers", 0), "invalid --layers 0: expected a whole number, at least 1"),
         ("dflash", ("--markov-rank", 4, "--selector-rank", 4), "exclude each other"),
-        ("mtp", ("--format", "foo"), "invalid format 'foo'"),
+        ("mtp", ("--format", "foo"), "invalid --format 'foo'"),
         ("draft", ("--keep", 0.8), "--keep and --keep-least need --parallel"),
         ("draft", ("--keep-least", 0.3), "--keep and --keep-least need --parallel"),
         ("draft", ("--loss", "foo"), "kl or tv"),

@@ -25,11 +25,11 @@ from outrider import LLM
 from outrider.cli import main
 from outrider.engine.plan import Plan, located
 from outrider.export import ENGINES, vllm
+from outrider.export.deployment import read_deployment
 from outrider.export.engine import GREEDY, SCRIPT, Export, gpu_environment, write
 from outrider.export.launch import working_folder
 from outrider.export.transformers import Transformers
 from outrider.export.vllm_adapter import KEY, TextProposer
-from outrider.export.wanted import wanted
 from outrider.heads import block_formats, eagle_formats
 from outrider.heads.block import BlockHead, BlockShape
 from outrider.proposers.recognition import TargetFiles
@@ -87,7 +87,7 @@ def export(models: Path, tmp_path: Path) -> Callable[..., tuple[Path, Export]]:
         plan = Plan({"target": "target", **values}, models)
         engine = ENGINES.get(to)()
         engine.check(plan, own_code)
-        return tmp_path / "out", write(engine, wanted(plan), tmp_path / "out", own_code)
+        return tmp_path / "out", write(engine, read_deployment(plan), tmp_path / "out", own_code)
 
     return export
 
@@ -156,6 +156,8 @@ def window(least: int, most: int) -> dict[str, int]:
 def test_methods_under_vllms_names(method: str, num_draft_tokens: Any, says: Any, export: Any, models: Path) -> None:
     folder, said = export("vllm", method=in_folder(method, models), num_draft_tokens=num_draft_tokens)
     found = vllm_settings(folder).get("speculative-config")
+    num_drafts = (found or {}).get("num_speculative_tokens", 0)
+    assert f", {num_drafts} drafts per round." in (folder / SCRIPT).read_text().splitlines()[1]
     if says is not None and "draft_sample_method" in says:
         says = {"model": str(models / method.split("=")[1])} | says
     assert found == says
@@ -187,7 +189,7 @@ def test_a_folders_name_is_not_executed(to: str, tmp_path: Path, monkeypatch: py
     out = tmp_path / "out"
     write(
         ENGINES.get(to)(),
-        wanted(Plan({"target": str(folder), "draft": str(draft), "method": "draft", "num_draft_tokens": 2})),
+        read_deployment(Plan({"target": str(folder), "draft": str(draft), "method": "draft", "num_draft_tokens": 2})),
         out,
     )
     (tmp_path / "bin").mkdir()
@@ -258,7 +260,7 @@ def test_a_head_that_an_engine_would_misread_is_converted(to: str, source: str, 
 @pytest.mark.parametrize("method", ["eagle:draft={models}/speculators", "medusa:draft={models}/medusa"])
 def test_an_export_that_is_run_in_place_has_absolute_paths(method: str, models: Path, tmp_path: Path) -> None:
     plan = Plan({"target": "target", "method": method.format(models=models)}, models)
-    export = write(ENGINES.get("vllm")(in_place=True), wanted(plan), tmp_path)
+    export = write(ENGINES.get("vllm")(in_place=True), read_deployment(plan), tmp_path)
     assert export.options == ("--config", str(tmp_path / "vllm.yaml"))
     assert vllm_settings(tmp_path)["speculative-config"]["model"] == str(tmp_path / "heads")
 
@@ -421,6 +423,32 @@ def test_unsupported_methods_are_refused_with_an_alternative(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("method", "k", "expected"),
+    [
+        ("dflash:draft={models}/dflash", "auto", 5),
+        ("dflash:draft={models}/dflash", 9, 5),
+        ("dflash:draft={models}/dspark", 3, 6),
+        ("eagle:draft={models}/eagle3:top_k=4:max_nodes=12", 3, 12),
+        ("plain", 4, 0),
+    ],
+)
+def test_the_script_for_sglang_names_the_number_of_drafts_that_it_uses(
+    method: str, k: int | str, expected: int, export: Any, models: Path
+) -> None:
+    folder, said = export("sglang", method=method.format(models=models), num_draft_tokens=k)
+    assert f", {expected} drafts per round.\n" in (folder / SCRIPT).read_text() and said.num_drafts == expected
+    assert [note.split()[0] for note in said.notes if "typical" in note] == ([str(expected)] if k == "auto" else [])
+
+
+def test_settings_that_transformers_lacks_are_noted(export: Any) -> None:
+    settings = {"max_len": 128, "max_batch": 4, "kv_memory": 1.5, "compile": "auto"}
+    _, said = export("transformers", method="ngram:min_n=2", **settings)
+    assert [note for note in said.notes if note.endswith("they are not exported: max_len, max_batch, kv_memory, min_n.")]
+    _, said = export("transformers", method="ngram", compile="never")
+    assert not [note for note in said.notes if "not exported" in note]
+
+
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
 def test_the_other_default_temperature_is_noted(to: str, export: Any) -> None:
     folder, said = export(to, method="ngram")
@@ -476,7 +504,7 @@ def test_plain_decoding_is_exported_as_plain_decoding(models: Path, tmp_path: Pa
 
 
 def test_different_servers_have_different_folders(models: Path) -> None:
-    one, other = (wanted(Plan({"target": "target", "method": "ngram", "num_draft_tokens": k}, models)) for k in (2, 3))
+    one, other = (read_deployment(Plan({"target": "target", "method": "ngram", "num_draft_tokens": k}, models)) for k in (2, 3))
     engine = ENGINES.get("vllm")()
     folders = {working_folder(engine, each, own_code) for each in (one, other) for own_code in (False, True)}
     assert len(folders) == 4 and working_folder(engine, one, False) in folders

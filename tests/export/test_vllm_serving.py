@@ -27,9 +27,9 @@ from outrider import LLM, SamplingParams, ScriptedProposer
 from outrider.bench.load.counters import Counters, parse
 from outrider.bench.workloads import as_text, builtin
 from outrider.engine.plan import Plan
+from outrider.export.deployment import read_deployment
 from outrider.export.engine import write
 from outrider.export.vllm import Vllm
-from outrider.export.wanted import wanted
 from outrider.types import Context
 
 PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
@@ -146,7 +146,7 @@ def test_vllm_loads_every_exported_plan(tmp_path: Path) -> None:
             "verifier": "block",
             "method": method,
         }
-        write(Vllm(), wanted(Plan(values)), folder, False)
+        write(Vllm(), read_deployment(Plan(values)), folder, False)
     script = Path(__file__).with_name("vllm_read.py")
     environment = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": ""}
     command = [str(PYTHON), str(script), *map(str, folders)]

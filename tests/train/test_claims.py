@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from outrider.heads.checkpoint import save_tensors
 from outrider.runner.checkpoint_files import is_finite
-from outrider.train.claims import claim, once, resuming
+from outrider.train.claims import claim, damaged_file_errors, read_or_create_json
 from outrider.types import OutriderError
 
 
@@ -20,7 +20,7 @@ def test_a_damaged_claim_is_named(content: str, tmp_path: Path) -> None:
     claim(file, {"target": "a"})
     claim(file, {"target": "a"})
     file.write_text(content)
-    for attempt in (lambda: claim(file, {"target": "a"}), lambda: once(file, dict)):
+    for attempt in (lambda: claim(file, {"target": "a"}), lambda: read_or_create_json(file, dict)):
         with pytest.raises(OutriderError, match=r"cannot resume from .*run\.json \(.*\): delete it to start again") as error:
             attempt()
         assert str(tmp_path) in str(error.value)
@@ -30,7 +30,7 @@ def test_a_damaged_file_of_tensors_is_named(tmp_path: Path) -> None:
     file = tmp_path / "features_00000.safetensors"
     save_tensors(file, {"ids": torch.arange(9)})
     file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(OutriderError, match=r"cannot resume from .*features_00000\.safetensors \("), resuming(file):
+    with pytest.raises(OutriderError, match=r"cannot resume from .*features_00000\.safetensors \("), damaged_file_errors(file):
         load_file(file)
 
 

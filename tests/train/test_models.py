@@ -23,8 +23,7 @@ from outrider.train.distillation import DistillationLoss, divergence
 from outrider.train.draft_model import chosen_layers, draft_config, new_draft
 from outrider.train.layer_skip import EarlyExitLoss, drop_rates, exit_weights
 from outrider.train.model_runs import DraftRun, train_draft, train_early_exit
-from outrider.train.options import Distillation, DraftShape, EagleRun, HeadPlan, LayerSkip, MedusaRun
-from outrider.train.parallel import Parallel
+from outrider.train.options import Distillation, DraftShape, EagleRun, HeadPlan, LayerSkip, MedusaRun, Parallel
 from outrider.train.plan import TrainingPlan
 from outrider.train.runs import Workspace, train_eagle, train_medusa
 from outrider.train.shrink import can_shrink
@@ -93,10 +92,10 @@ def test_layers_are_dropped_per_row_at_the_given_rates():
     drawn = torch.stack([loss.runs(16, step, 0.3) for step in range(400)])  # [steps, L, B]
     assert drawn.float().mean((0, 2)) == pytest.approx([1 - rate for rate in drop_rates(4, 0.5)], abs=0.02)
     assert not torch.equal(drawn[:, -1, 0], drawn[:, -1, 1])
-    whole = replace(loss, how=LayerSkip(max_drop=0.5, whole_steps=True))
+    whole = replace(loss, options=LayerSkip(max_drop=0.5, whole_steps=True))
     drawn = torch.stack([whole.runs(16, step, 0.3) for step in range(50)])
     assert torch.equal(drawn, drawn[:, :, :1].expand_as(drawn)) and not drawn.all()
-    growing = replace(loss, how=LayerSkip(max_drop=0.5, from_scratch=True, grow_at=0.4))
+    growing = replace(loss, options=LayerSkip(max_drop=0.5, from_scratch=True, grow_at=0.4))
     # nothing is dropped yet, and half of the layers are not added yet
     assert growing.runs(4, 7, 0.0).tolist() == [[True] * 4, [False] * 4] * 2
     assert growing.runs(4, 7, 0.9)[1].any()
@@ -106,9 +105,9 @@ def test_exits_rotate_so_that_all_are_trained():
     loss = EarlyExitLoss(Decoder(tiny("llama")), LayerSkip())
     loss.decoder.layers.extend(tiny("llama").model.layers)  # 8 layers
     assert [loss.exits(step, 0.5) for step in range(7)] == [[1], [2], [3], [4], [5], [6], [1]]
-    loss.how = LayerSkip(rotation=3)
+    loss.options = LayerSkip(rotation=3)
     assert [loss.exits(step, 0.5) for step in range(4)] == [[1, 4], [2, 5], [3, 6], [1, 4]]
-    loss.how = LayerSkip(rotation=1)
+    loss.options = LayerSkip(rotation=1)
     assert loss.exits(5, 0.5) == [1, 2, 3, 4, 5, 6]
 
 
@@ -172,7 +171,7 @@ def test_early_exit_training_improves_exits_and_writes_a_model_folder(workspace,
     for depth in ("3", "4"):  # earlier exits of so small a model have too few layers
         for how in ("greedy", "sampled"):
             assert after["exits"][depth][how]["acceptance"] > before["exits"][depth][how]["acceptance"]
-        assert after["exits"][depth]["greedy"]["expected_tau"]["4"] > 2
+        assert after["exits"][depth]["greedy"]["mean_acceptance_length"]["4"] > 2
     assert (out / "early-exit_curve.png").exists() and json.loads((out / "early-exit_curve.json").read_text())[-1]["final"]
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.float32 and model.config.num_hidden_layers == LAYERS

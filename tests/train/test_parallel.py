@@ -19,8 +19,8 @@ from outrider.runner.parallel_draft import ParallelDraft, mask_token_of
 from outrider.train.acceptance import acceptance, chain_summary
 from outrider.train.distillation import DistillationLoss
 from outrider.train.model_runs import DraftRun, train_draft, trainable
-from outrider.train.options import Distillation, DraftShape, HeadPlan
-from outrider.train.parallel import Entries, Masks, Parallel, mask_token, spare_token
+from outrider.train.options import Distillation, DraftShape, HeadPlan, Parallel
+from outrider.train.parallel import Entries, ParallelDraftTraining, mask_token, spare_token
 from outrider.train.runs import Workspace
 from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
@@ -88,15 +88,21 @@ def test_logits_of_all_entries_equal_those_of_each_chain_alone(kind):
     """One forward pass per mask, over the tokens before it and the masks of its chain, as in drafting."""
     draft = tiny(kind)
     draft.config.sliding_window = 2 * SEQ  # Gemma 2 has eager attention, which adds masks
-    masks = Masks(draft, MASK, Parallel(5))
+    masks = ParallelDraftTraining(draft, MASK, Parallel(5))
     masks.check(SEQ)
     text = torch.randint(0, 60, (3, SEQ), generator=torch.Generator().manual_seed(2))
-    entries = drawn(SEQ, masks.how)
+    entries = drawn(SEQ, masks.options)
     found = masks.logits(text, entries)
     torch.testing.assert_close(found[:, :SEQ], draft(text).logits, rtol=1e-4, atol=1e-4)
     for place, (anchor, depth) in enumerate(zip(entries.anchors.tolist(), entries.depths.tolist(), strict=True)):
         alone = torch.cat((text[:, : anchor + 1], torch.full((3, depth), MASK)), 1)
         torch.testing.assert_close(found[:, place], draft(alone).logits[:, -1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("seq_len", [6, 7, 8, 9])
+def test_masks_are_checked_in_short_rows(seq_len):
+    """The two anchors of the check are the same one in rows of 2K or 2K + 1 tokens."""
+    assert ParallelDraftTraining.prepare(tiny("llama"), None, Parallel(4), seq_len).options.depths == 4
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,7 @@ def test_logits_of_all_entries_equal_those_of_each_chain_alone(kind):
 def test_unsupported_attention_for_masks_is_rejected_in_one_line(make, message):
     draft = make()
     with pytest.raises(OutriderError, match=f"unsupported model for parallel drafts: {message}") as error:
-        Masks.prepare(draft, None, Parallel(4), SEQ)
+        ParallelDraftTraining.prepare(draft, None, Parallel(4), SEQ)
     assert "\n" not in str(error.value)
 
 
@@ -155,12 +161,12 @@ def test_a_new_mask_token_starts_as_the_mean_and_changes_nothing_else(tied, tmp_
 def test_the_loss_is_the_mean_over_tokens_and_masks(divergence):
     draft, target = tiny("llama"), tiny("llama")
     target.lm_head.weight.mul_(2)
-    masks = Masks(draft, MASK, Parallel(3))
+    masks = ParallelDraftTraining(draft, MASK, Parallel(3))
     loss = DistillationLoss(draft, target, Distillation(loss=divergence), seed=5, masks=masks)
     ids = torch.randint(0, 60, (2, 13), generator=torch.Generator().manual_seed(1))
     found, parts = loss(ids, 0, 4, 0.5)
     text = ids[:, :-1]
-    entries = Entries.drawn(12, masks.how, torch.Generator().manual_seed(5 * 1_000_003 + 4))
+    entries = Entries.drawn(12, masks.options, torch.Generator().manual_seed(5 * 1_000_003 + 4))
     said, each = target(text).logits.log_softmax(-1), []
     for anchor, depth in zip(entries.anchors.tolist(), entries.depths.tolist(), strict=True):
         alone = torch.cat((text[:, : anchor + 1], torch.full((2, depth), MASK)), 1)
@@ -175,7 +181,8 @@ def test_the_loss_is_the_mean_over_tokens_and_masks(divergence):
 @torch.no_grad()
 def test_acceptance_is_measured_in_rounds_of_k_drafts():
     draft, target = tiny("llama"), tiny("gpt2")
-    masks, rows = Masks(draft, MASK, Parallel(3)), torch.randint(0, 60, (5, 13), generator=torch.Generator().manual_seed(1))
+    masks = ParallelDraftTraining(draft, MASK, Parallel(3))
+    rows = torch.randint(0, 60, (5, 13), generator=torch.Generator().manual_seed(1))
     found = masks.measure(target, rows)
     greedy, sampled = [], []
     for row in rows:
@@ -188,15 +195,15 @@ def test_acceptance_is_measured_in_rounds_of_k_drafts():
     wanted = chain_summary([(torch.stack(greedy)[None], torch.stack(sampled)[None])])
     for name in ("greedy", "sampled"):
         assert found[name]["by_depth"] == pytest.approx(wanted[name]["by_depth"], abs=2e-4)
-        assert found[name]["expected_tau"] == pytest.approx(wanted[name]["expected_tau"], abs=2e-3)
+        assert found[name]["mean_acceptance_length"] == pytest.approx(wanted[name]["mean_acceptance_length"], abs=2e-3)
     mean = torch.stack(sampled)
-    tau = 1 + mean[:, 0].mean() + (mean[:, 0] * mean[:, 1]).mean() + mean.prod(-1).mean()
-    assert found["sampled"]["expected_tau"][3] == pytest.approx(float(tau), abs=2e-3)
+    length = 1 + mean[:, 0].mean() + (mean[:, 0] * mean[:, 1]).mean() + mean.prod(-1).mean()
+    assert found["sampled"]["mean_acceptance_length"][3] == pytest.approx(float(length), abs=2e-3)
 
 
 def test_a_draft_learns_every_depth_and_drafts_in_one_pass(folder, workspace, rows, tmp_path):
     many = replace(workspace, rows=rows.repeat(4, 1))  # acceptance of few rows is noise
-    out, how = tmp_path / "out", Parallel(4, least=0.3)
+    out, how = tmp_path / "out", Parallel(4, keep_least=0.3)
     plan = replace(FAST, epochs=4.0)
     train_draft(many, out, plan, DraftRun(DraftShape(layers=2), parallel=how))
     measured = json.loads((out / "measured.json").read_text())
@@ -205,7 +212,8 @@ def test_a_draft_learns_every_depth_and_drafts_in_one_pass(folder, workspace, ro
         assert len(after) == 4 and after[0] >= before[0] - 0.05
         assert all(mine > theirs for mine, theirs in zip(after[1:], before[1:], strict=True)), (before, after)
     assert min(after[1:]) > max(before[1:]) + 0.08  # sampled acceptance, which has less noise
-    assert measured["after"]["greedy"]["expected_tau"]["4"] > measured["before"]["greedy"]["expected_tau"]["4"] + 0.1
+    shorter, longer = (measured[when]["greedy"]["mean_acceptance_length"]["4"] for when in ("before", "after"))
+    assert longer > shorter + 0.1
     # an ordinary folder with the config of published drafts
     config = json.loads((out / "config.json").read_text())
     assert config["pard_token"] == 320 and config["spd_type"] == "pard" and config["architectures"] == ["LlamaForCausalLM"]
@@ -258,9 +266,9 @@ def test_invalid_training_gives_a_one_line_error(workspace, tmp_path):
         return lambda: train_draft(workspace, tmp_path / "out", FAST, DraftRun(parallel=Parallel(*values)))
 
     cases = [
-        (train(1), "invalid number of parallel drafts 1: expected at least 2"),
-        (train(4, 0.0), "invalid --keep 0.0: expected a share"),
-        (train(4, 0.7, 1.5), "invalid --keep-least 1.5: expected a share"),
+        (train(1), "invalid parallel 1: expected a whole number, at least 2"),
+        (train(4, 0.0), "invalid keep 0.0: expected a finite number, above 0, at most 1"),
+        (train(4, 0.7, 1.5), "invalid keep_least 1.5: expected a finite number"),
         (train(SEQ - 1), f"rows of {SEQ} tokens are too short for {SEQ - 1} parallel drafts"),
         (train(4), "other parallel: give another folder"),  # an ordinary draft was trained there
     ]

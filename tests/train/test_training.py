@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -11,22 +12,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cut import run_until
+from heads import writers
 from heads.mtp_checkpoints import tiny_target
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_folder import letter_tokenizer, make_folder
 from toy import outputs_of
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config
 
 from outrider import LLM, SamplingParams
-from outrider.heads import eagle_formats, mtp_formats
+from outrider.heads import block_formats, eagle_formats, mtp_formats
 from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import write_folder
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
 from outrider.progress import reporting
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.train import precision, shapes
+from outrider.train import precision, runs, shapes
 from outrider.train.block_loss import BlockLoss
 from outrider.train.capture import capture, read_rows
 from outrider.train.claims import exclusive, fingerprint
@@ -300,6 +302,40 @@ def test_a_head_is_continued_with_its_sizes(kind, folder, rows, tmp_path):
     assert any(not torch.allclose(tensor, further[name], atol=1e-4) for name, tensor in first.items())
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_head_that_could_not_be_written_is_refused_before_text_is_read(kind, runner, tmp_path):
+    start, size = tmp_path / "start", runner.vocab_size
+    if kind == "eagle3":
+        tensors = writers.write_eagle3(start, size, size)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}
+        train, run, message = train_eagle, EagleRun(start=str(start)), "output head cannot be exported"
+    else:
+        block_formats.export(shapes.new_block(runner, shapes.BlockSizes((2, 3), 1, 4), 319), start, LAYERS)
+        tensors = load_file(start / "model.safetensors") | {"lm_head.weight": torch.zeros(size, runner.hidden_size)}
+        train, run, message = train_block, BlockRun(start=str(start)), "cannot be written in z-lab's layout"
+    save_file(tensors, start / "model.safetensors")
+    workspace = Workspace(runner, None, tmp_path / "work", Source(paths=(tmp_path / "missing.txt",)))
+    with pytest.raises(OutriderError, match=message):
+        train(workspace, tmp_path / "out", HeadPlan(), run)
+
+
+@torch.no_grad()
+def test_a_block_drafter_with_a_cap_of_its_own_has_the_logits_of_drafting(tmp_path):
+    """Its cap replaces the target's, which the labels keep."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    config = CONFIG_MAPPING["gemma2"](**sizes, **heads, max_position_embeddings=64, final_logit_softcapping=20.0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    runner = ModelRunner.load(str(tmp_path), RunnerConfig(compile="never"))
+    head = shapes.new_block(runner, shapes.BlockSizes((1, 2), 1, 4), 5)
+    head.shape = replace(head.shape, softcap=10.0)
+    out = 300 * torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(1))
+    raw = runner.model.get_output_embeddings()(out)
+    assert raw.abs().max() > 20
+    torch.testing.assert_close(head.logits(out), 10 * (raw / 10).tanh())
+    torch.testing.assert_close(head.target_logits(out), 20 * (raw / 20).tanh())
+
+
 @torch.no_grad()
 def test_an_untrained_mtp_head_repeats_the_feature(runner, cache):
     head = shapes.new_mtp(runner)
@@ -367,6 +403,8 @@ def test_regenerated_text_with_other_settings_is_not_reused(runner, rows, tmp_pa
     assert len(regenerate(runner, rows[:3], 5, 0.0, 1, tmp_path, silent)) == 3
     with pytest.raises(OutriderError, match=r"temperature -1.0: expected a finite number"):
         Source(temperature=-1.0)
+    with pytest.raises(OutriderError, match="seq_len 1: expected a whole number, at least 2"):
+        Source(seq_len=1)  # a begin token would leave no room for text
 
 
 def test_remaining_time_ignores_finished_work(runner, rows, tmp_path):
@@ -546,6 +584,12 @@ def test_rows_too_short_for_medusa_heads_are_refused_before_the_heads_are_built(
         train_medusa(Workspace(runner, None, tmp_path, rows=rows), tmp_path, HeadPlan(), MedusaRun(10**5))
 
 
+def test_every_format_that_can_be_written_is_an_option():
+    """Options declare the names themselves, because the help imports no torch."""
+    assert [EagleRun(format=(name,)).format for name in eagle_formats.FORMATS] == [("native",), ("speculators",)]
+    assert [MtpRun(format=name).format for name in mtp_formats.LAYOUTS] == ["qwen", "deepseek", "mimo"]
+
+
 def test_a_draft_vocabulary_of_all_tokens_is_not_a_reduced_one(runner):
     assert eagle_sizes(EagleRun(3, draft_vocab=runner.vocab_size), runner, SEQ)[2] is None
     assert eagle_sizes(EagleRun(3, draft_vocab=runner.vocab_size - 1), runner, SEQ)[2] == runner.vocab_size - 1
@@ -567,10 +611,28 @@ def test_a_second_process_does_not_train_in_the_same_folder(runner, cache, tmp_p
     trainer = run_of("medusa", runner, cache, tmp_path)
     with (
         exclusive(tmp_path),
-        pytest.raises(OutriderError, match=r"another run is training in .*: wait for it, or give another"),
+        pytest.raises(OutriderError, match=r"another run is writing to .*: wait for it, or give another"),
     ):
         trainer.run()
     trainer.run()
+
+
+def test_a_second_process_does_not_write_the_same_text_and_features(runner, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "token_rows", lambda *_: rows[:3])
+    workspace = Workspace(runner, object(), tmp_path, Source(seq_len=SEQ, regenerate=True, prompt_len=5))
+    for name, write in (("text", workspace.training_rows), ("features", lambda: workspace.features([2]))):
+        with exclusive(tmp_path / name), pytest.raises(OutriderError, match=f"another run is writing to .*{name}"):
+            write()
+        workspace.rows = rows[:3]
+    workspace.features([2])
+
+
+def test_a_run_without_room_leaves_the_signal_handlers(runner, cache, tmp_path, monkeypatch):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(OutriderError, match="not enough disk space"):
+        run_of("medusa", runner, cache, tmp_path).run()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])

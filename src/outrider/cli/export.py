@@ -36,8 +36,8 @@ def command(
 ) -> None:
     """Write the launch command, config and converted heads for running a plan on vLLM, SGLang or transformers."""
     from outrider.cli.session import check_source
+    from outrider.export.deployment import read_deployment
     from outrider.export.engine import SCRIPT, check_folder, write
-    from outrider.export.wanted import wanted
 
     refuse_own_code(models)
     engine = ENGINES.get(to)()
@@ -45,7 +45,7 @@ def command(
     engine.check(known, own_code)
     folder = out or Path(f"outrider-{to}")
     check_folder(engine, folder)
-    export = write(engine, wanted(known, partial(check_source, growth=0.0)), folder, own_code)
+    export = write(engine, read_deployment(known, partial(check_source, growth=0.0)), folder, own_code)
     for note in export.notes:
         say(note)
     if export.needs_outrider:

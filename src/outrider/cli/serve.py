@@ -128,9 +128,9 @@ def serve_elsewhere(
 ) -> NoReturn:
     """Replace this process by another engine's server. Raises ``OutriderError`` if it is missing or lacks an option."""
     from outrider.cli.session import check_source
+    from outrider.export.deployment import read_deployment
     from outrider.export.engine import write
     from outrider.export.launch import become, find_command, working_folder
-    from outrider.export.wanted import wanted
 
     shared = {"host", "port", "name", "max_batch", "kv_memory"}
     for name in {**server, **values_given(limits)}:
@@ -147,7 +147,7 @@ def serve_elsewhere(
     known = joined(Plan() if plan is None else Plan.read(plan), *drafting, limits)
     engine.check(known, elsewhere.own_code)
     command = find_command(engine, elsewhere.engine_python)
-    deployment = wanted(known, partial(check_source, growth=0.0))
+    deployment = read_deployment(known, partial(check_source, growth=0.0))
     folder = working_folder(engine, deployment, elsewhere.own_code)
     export = write(engine, deployment, folder, elsewhere.own_code)
     flags = {"host": "--host", "port": "--port", "name": "--served-model-name"}

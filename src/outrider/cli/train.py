@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.console import show_notices
-from outrider.cli.options import check_counts, flag, with_groups
+from outrider.cli.options import flag, with_groups
 from outrider.errors import OutriderError
 from outrider.family import TARGET
 from outrider.files import expanded
@@ -30,6 +30,7 @@ from outrider.train.options import (
     LayerSkip,
     MedusaRun,
     MtpRun,
+    Parallel,
     Source,
 )
 
@@ -114,29 +115,23 @@ def draft(  # noqa: PLR0913 - groups of options
     shape: DraftShape,
     start: str | None = flag("Continue this draft, a folder or hub id, instead of a new one."),
     teaching: Distillation,
-    parallel: int | None = flag("Train the draft to make this many drafts per pass, with mask tokens (PARD)."),
-    keep: float | None = flag("With --parallel: share of chains kept from each depth to the next (default: 0.7)."),
-    keep_least: float | None = flag("With --parallel: minimum share of the chains at any depth (default: 0.2)."),
+    parallel: Parallel,
     files: FileOptions,
     source: Source,
     length: HeadPlan,
 ) -> None:
     """Train a small draft model on the target's logits, and write it as a Hugging Face folder."""
     from outrider.train.model_runs import DraftRun, train_draft
-    from outrider.train.parallel import Parallel
 
-    check_counts(parallel=parallel)
-    if parallel is None and (keep, keep_least) != (None, None):
+    if parallel.depths == 1 and parallel != Parallel():
         raise OutriderError("--keep and --keep-least need --parallel")
-    shares = {name: share for name, share in (("keep", keep), ("least", keep_least)) if share is not None}
-    masks = None if parallel is None else Parallel(parallel, **shares)
-    run = DraftRun(shape, start, replace(teaching, prompt_len=source.prompt_len), masks)
+    run = DraftRun(shape, start, replace(teaching, prompt_len=source.prompt_len), parallel)
     check_sizes(shape, "layers", "width", "from_layers", start=start)
-    how = paced(length, start, MODEL_RATES if parallel is None else MASK_RATES)
+    plan = paced(length, start, MODEL_RATES if parallel.depths == 1 else MASK_RATES)
     workspace = workspace_of(
         files, source, out, start, uses_prompts=teaching.on_policy > 0, copies=1, shape=None if start else shape
     )
-    train_draft(workspace, out, how, run)
+    train_draft(workspace, out, plan, run)
     done(f"--draft {out}")
 
 
@@ -146,9 +141,9 @@ def early_exit(*, out: Out, skip: LayerSkip, files: FileOptions, source: Source,
     from outrider.train.model_runs import train_early_exit
     from outrider.train.shapes import COPIES
 
-    how = length.with_rates(MODEL_RATES)
+    plan = length.with_rates(MODEL_RATES)
     workspace = workspace_of(files, source, out, copies=COPIES)
-    train_early_exit(workspace, out, how, skip)
+    train_early_exit(workspace, out, plan, skip)
     done(f"--target {out} --method early-exit")
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from outrider.engine.plan import Plan
 from outrider.errors import errors_as, printable, without_path
-from outrider.export.wanted import VERIFIER, Wanted
+from outrider.export.deployment import VERIFIER, Deployment
 from outrider.files import write_whole
 from outrider.proposers import portable
 from outrider.registry import VERIFIERS
@@ -38,6 +38,7 @@ class Export:
     environment: Mapping[str, str] = field(default_factory=dict)
     needs_outrider: bool = False  # whether the engine's Python environment needs Outrider
     notes: Sequence[str] = ()  # differences from Outrider
+    num_drafts: int = 0  # per round, as the engine is told
 
 
 class Engine(ABC):
@@ -74,17 +75,17 @@ class Engine(ABC):
             raise OutriderError(f"{self.name} does not support the verifier {verifier!r}: use {', '.join(self.rules)}")
 
     @abstractmethod
-    def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
+    def export(self, deployment: Deployment, folder: Path, own_code: bool) -> Export:
         """Write converted heads, if any, into the folder, and return the export of a plan that passed ``check``.
 
         ``own_code``: use Outrider's proposer instead of the engine's. Raises ``OutriderError`` for an unsupported method,
         with what to use instead.
         """
 
-    def refuse(self, wanted: Wanted) -> OutriderError:
+    def refuse(self, deployment: Deployment) -> OutriderError:
         """Return the error for an unsupported method."""
-        advice = {**INSTEAD, **self.instead}.get(type(wanted.kind), "serve the plan with `outrider serve`")
-        return OutriderError(f"{self.name} cannot draft with {wanted.kind.what} (method {wanted.method!r}): {advice}")
+        advice = {**INSTEAD, **self.instead}.get(type(deployment.kind), "serve the plan with `outrider serve`")
+        return OutriderError(f"{self.name} cannot draft with {deployment.kind.what} (method {deployment.method!r}): {advice}")
 
 
 def gpu_environment(device: str | None) -> dict[str, str]:
@@ -116,17 +117,17 @@ def check_folder(engine: Engine, folder: Path) -> None:
         raise OutriderError(f"{folder} contains files other than an export to {engine.name}: give another folder with --out")
 
 
-def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) -> Export:
+def write(engine: Engine, deployment: Deployment, folder: Path, own_code: bool = False) -> Export:
     """Write the files and the start script for a plan that passed ``Engine.check``. Raises ``OutriderError``."""
-    if own_code and not wanted.is_model_free:
-        raise OutriderError(f"method {wanted.method!r} is not text-based: --own-code does not apply")
+    if own_code and not deployment.is_model_free:
+        raise OutriderError(f"method {deployment.method!r} is not text-based: --own-code does not apply")
     with errors_as(f"cannot write {folder}", OSError, detail=without_path):
-        export = engine.export(wanted, folder, own_code)
+        export = engine.export(deployment, folder, own_code)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in export.files.items():
             write_whole(folder / name, text)
         script = folder / SCRIPT
-        write_whole(script, _script(engine, wanted, export))
+        write_whole(script, _script(engine, deployment, export))
         script.chmod(0o755)
     return export
 
@@ -136,8 +137,8 @@ def _comment(text: str) -> str:
     return "# " + printable(text)
 
 
-def _script(engine: Engine, wanted: Wanted, export: Export) -> str:
-    remarks = [f"{engine.name} for {wanted.name}: method {wanted.method}, {wanted.k} drafts per round."]
+def _script(engine: Engine, deployment: Deployment, export: Export) -> str:
+    remarks = [f"{engine.name} for {deployment.name}: method {deployment.method}, {export.num_drafts} drafts per round."]
     remarks += [f"{WRITTEN_BY}; arguments are appended to the command.", *export.notes]
     lines = ["#!/bin/sh", *map(_comment, remarks), "set -e", 'cd "$(dirname "$0")"']
     lines += [f"export {name}={shlex.quote(value)}" for name, value in export.environment.items()]

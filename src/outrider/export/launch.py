@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from outrider.disk_cache import cache_dir
 from outrider.errors import errors_as, without_path
+from outrider.export.deployment import Deployment
 from outrider.export.engine import Engine, Export
-from outrider.export.wanted import Wanted
 from outrider.types import OutriderError
 
 CHECK = """
@@ -29,9 +29,9 @@ except importlib.metadata.PackageNotFoundError:
 NAMELESS = 3  # exit code of CHECK: the module is installed by a package of another name
 
 
-def working_folder(engine: Engine, wanted: Wanted, own_code: bool) -> Path:
+def working_folder(engine: Engine, deployment: Deployment, own_code: bool) -> Path:
     """Return the cache folder for a plan's export. Different plans have different folders, so servers can run concurrently."""
-    return cache_dir("exports", hashlib.sha256(f"{engine.name}\n{wanted}\n{own_code}".encode()).hexdigest()[:16])
+    return cache_dir("exports", hashlib.sha256(f"{engine.name}\n{deployment}\n{own_code}".encode()).hexdigest()[:16])
 
 
 def find_command(engine: Engine, python: str | None) -> list[str]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from outrider.export import heads
+from outrider.export.deployment import Deployment
 from outrider.export.engine import GREEDY, Engine, Export, gpu_environment
-from outrider.export.wanted import Wanted
 from outrider.proposers import portable
 from outrider.types import OutriderError
 
@@ -37,68 +37,68 @@ class Sglang(Engine):
         portable.ParallelHeads: "train an EAGLE head, or export to vLLM",
     }
 
-    def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
-        flags, notes = self._drafting(wanted, folder)
-        if flags and wanted.own_k is None:
-            notes = [f"{wanted.k} drafts per round is a typical number: measure yours.", *notes]
-        environment = gpu_environment(wanted.given("device"))
+    def export(self, deployment: Deployment, folder: Path, own_code: bool) -> Export:
+        flags, num_drafts, notes = self._drafting(deployment, folder)
+        if flags and deployment.own_k is None:
+            notes = [f"{num_drafts} drafts per round is a typical number: measure yours.", *notes]
+        environment = gpu_environment(deployment.given("device"))
         general = {
-            "model-path": wanted.target,
-            "served-model-name": wanted.name,
+            "model-path": deployment.target,
+            "served-model-name": deployment.name,
             "host": "127.0.0.1",
             "port": 8000,
-            "dtype": wanted.given("dtype"),
-            "device": "cuda" if environment else wanted.given("device"),
-            "context-length": wanted.given("max_len"),
-            "max-running-requests": wanted.given("max_batch"),
+            "dtype": deployment.given("dtype"),
+            "device": "cuda" if environment else deployment.given("device"),
+            "context-length": deployment.given("max_len"),
+            "max-running-requests": deployment.given("max_batch"),
             "sampling-defaults": "openai",  # its default takes a request's missing settings from the model's files
         }
         command = [*LAUNCH]
         for name, value in {**general, **flags}.items():
             command += [] if value is None else [f"--{name}", str(value)]
-        if wanted.given("kv_memory") is not None:
+        if deployment.given("kv_memory") is not None:
             notes = [*notes, "SGLang has no limit in GiB for its cache: --mem-fraction-static sets a share of the memory."]
-        if wanted.given("compile") == "never":
+        if deployment.given("compile") == "never":
             command.append("--disable-cuda-graph")
-        return Export(command, environment=environment, notes=[*notes, GREEDY])
+        return Export(command, environment=environment, notes=[*notes, GREEDY], num_drafts=num_drafts)
 
-    def _drafting(self, wanted: Wanted, folder: Path) -> tuple[dict[str, str | int], list[str]]:
-        """Return SGLang's flags for drafting, without dashes, and the differences to Outrider."""
-        kind, k = wanted.kind, wanted.k
+    def _drafting(self, deployment: Deployment, folder: Path) -> tuple[dict[str, str | int], int, list[str]]:
+        """Return SGLang's flags for drafting, without dashes, the number of drafts, and the differences to Outrider."""
+        kind, k = deployment.kind, deployment.k
         chain: dict[str, str | int] = {
             "speculative-num-steps": k,
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": k + 1,
         }
         if isinstance(kind, portable.NoDrafts):
-            return {}, []
+            return {}, 0, []
         if isinstance(kind, portable.SmallModel) and not isinstance(kind, portable.ParallelModel):
             if kind.other_tokenizer:
                 raise OutriderError(
                     "SGLang needs a draft with the target's tokenizer: give the plan another draft, or export to transformers"
                 )
-            return {"speculative-algorithm": "STANDALONE", "speculative-draft-model-path": kind.source, **chain}, []
+            return {"speculative-algorithm": "STANDALONE", "speculative-draft-model-path": kind.source, **chain}, k, []
         if isinstance(kind, portable.Lookup):
             note = "SGLang uses a trie over all requests and ignores min_n and max_n; it needs a CUDA GPU."
-            return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": k + 1}, [note]
+            return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": k + 1}, k, [note]
         if isinstance(kind, portable.BlockDrafter):
-            source, shape = heads.block_drafter(kind, wanted, folder, reads_speculators=False)
+            source, shape = heads.block_drafter(kind, deployment, folder, reads_speculators=False)
             model: dict[str, str | int] = {"speculative-draft-model-path": source}
             if shape.markov_rank:
                 note = f"SGLang drafts the head's whole blocks: {shape.max_drafts} tokens."
-                return {"speculative-algorithm": "DSPARK", **model}, [note]
-            size = shape.block_size if wanted.own_k is None else min(k, shape.max_drafts) + 1
-            return {"speculative-algorithm": "DFLASH", **model, "speculative-dflash-block-size": size}, []
+                return {"speculative-algorithm": "DSPARK", **model}, shape.max_drafts, [note]
+            size = shape.block_size if deployment.own_k is None else min(k, shape.max_drafts) + 1
+            return {"speculative-algorithm": "DFLASH", **model, "speculative-dflash-block-size": size}, size - 1, []
         if not isinstance(kind, (portable.FeatureHead, portable.OwnHead)):
-            raise self.refuse(wanted)
+            raise self.refuse(deployment)
         own: str | None
         if isinstance(kind, portable.FeatureHead):
-            own, eagle = heads.feature_head(kind, wanted, folder, "LlamaForCausalLMEagle")
+            own, eagle = heads.feature_head(kind, deployment, folder, "LlamaForCausalLMEagle")
             algorithm = "EAGLE3" if eagle.generation == 3 else "EAGLE"
         else:
-            own, algorithm = heads.own_head(kind, wanted, self.name, MTP_TYPES), "NEXTN"  # with one layer of the target's kind
+            own = heads.own_head(kind, deployment, self.name, MTP_TYPES)
+            algorithm = "NEXTN"  # with one layer of the target's kind
         head: dict[str, str | int] = {} if own is None else {"speculative-draft-model-path": own}
-        if kind.top_k > 1:
-            nodes = kind.max_nodes or min(TREE_NODES, 2 * k)
-            chain |= {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": nodes + 1}
-        return {"speculative-algorithm": algorithm, **head, **chain}, []
+        num_drafts = k if kind.top_k == 1 else kind.max_nodes or min(TREE_NODES, 2 * k)
+        chain |= {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": num_drafts + 1}
+        return {"speculative-algorithm": algorithm, **head, **chain}, num_drafts, []

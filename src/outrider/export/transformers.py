@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from outrider.export.deployment import Deployment, gguf_files
 from outrider.export.engine import Engine, Export
-from outrider.export.wanted import Wanted, gguf_files
+from outrider.method_text import split_method
 from outrider.proposers import portable
 from outrider.types import OutriderError
 
@@ -47,38 +48,41 @@ class Transformers(Engine):
         portable.BlockDrafter: HEADS,
     }
 
-    def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
-        for file in gguf_files(wanted):
+    def export(self, deployment: Deployment, folder: Path, own_code: bool) -> Export:
+        for file in gguf_files(deployment):
             raise OutriderError(f"the program for transformers loads folders, but {file} is a file: export to vllm")
-        settings, model = self._drafting(wanted)
-        ids = {name: getattr(wanted.config, name, None) for name in ("bos_token_id", "pad_token_id")}
+        settings, model = self._drafting(deployment)
+        ids = {name: getattr(deployment.config, name, None) for name in ("bos_token_id", "pad_token_id")}
         config: dict[str, Any] = {name: value for name, value in ids.items() if value is not None}
         # generate() fills entries that are left out from the model's own settings, which Outrider does not apply.
-        config |= {"eos_token_id": wanted.eos_token_ids or None, "repetition_penalty": 1.0}
+        config |= {"eos_token_id": deployment.eos_token_ids or None, "repetition_penalty": 1.0}
         config |= {"do_sample": False, "max_new_tokens": 256} | settings
-        device = wanted.given("device")
+        device = deployment.given("device")
         moved = "" if device is None else f".to({device!r})"
-        dtype = repr(wanted.given("dtype") or "auto")
-        program = TEMPLATE.format(target=repr(wanted.target), dtype=dtype, device=moved, **model)
+        dtype = repr(deployment.given("dtype") or "auto")
+        program = TEMPLATE.format(target=repr(deployment.target), dtype=dtype, device=moved, **model)
         notes = ["transformers drafts for one sequence at a time, and its server does not draft."]
+        if ignored := _ignored(deployment):
+            notes.append(f"transformers has no such settings, so that they are not exported: {', '.join(ignored)}.")
         files = {FILE: json.dumps(config, indent=2) + "\n", PROGRAM: program}
-        return Export(("python", PROGRAM), files=files, notes=notes)
+        num_drafts = 0 if isinstance(deployment.kind, portable.NoDrafts) else deployment.k
+        return Export(("python", PROGRAM), files=files, notes=notes, num_drafts=num_drafts)
 
-    def _drafting(self, wanted: Wanted) -> tuple[dict[str, Any], dict[str, str]]:
+    def _drafting(self, deployment: Deployment) -> tuple[dict[str, Any], dict[str, str]]:
         """Return entries of the generation config and the variable parts of the program."""
-        kind, program = wanted.kind, {"constants": "", "more": "", "arguments": ""}
-        schedule = "heuristic" if wanted.own_k is None else "constant"
+        kind, program = deployment.kind, {"constants": "", "more": "", "arguments": ""}
+        schedule = "heuristic" if deployment.own_k is None else "constant"
         assisted = {
-            "num_assistant_tokens": wanted.k,
+            "num_assistant_tokens": deployment.k,
             "num_assistant_tokens_schedule": schedule,
             "assistant_confidence_threshold": 0.0,  # drafts have the requested length
         }
         if isinstance(kind, portable.NoDrafts):
             return {}, program
         if isinstance(kind, portable.Lookup):
-            return {"prompt_lookup_num_tokens": wanted.k, "max_matching_ngram_size": kind.max_n}, program
+            return {"prompt_lookup_num_tokens": deployment.k, "max_matching_ngram_size": kind.max_n}, program
         if isinstance(kind, portable.FirstLayers):
-            layers = kind.layers or max(1, wanted.config.num_hidden_layers // EXIT_SHARE)
+            layers = kind.layers or max(1, deployment.config.num_hidden_layers // EXIT_SHARE)
             program["more"] = _given("model", assisted)
             return {**assisted, "assistant_early_exit": layers}, program
         if isinstance(kind, portable.SmallModel) and not isinstance(kind, portable.ParallelModel):
@@ -90,7 +94,14 @@ class Transformers(Engine):
                 program["more"] += "assistant_tokenizer = AutoTokenizer.from_pretrained(DRAFT)\n"
                 program["arguments"] += ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
             return assisted, program
-        raise self.refuse(wanted)
+        raise self.refuse(deployment)
+
+
+def _ignored(deployment: Deployment) -> list[str]:
+    """Return the names of the plan's settings that transformers lacks. It does not compile, so that "never" holds anyway."""
+    names = ("max_len", "max_batch", "kv_memory", "compile")
+    lowest = {"min_n"} & split_method(deployment.method)[1].keys()
+    return [*(name for name in names if deployment.given(name) not in (None, "never")), *lowest]
 
 
 def _given(model: str, settings: Mapping[str, Any]) -> str:

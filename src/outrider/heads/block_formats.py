@@ -237,18 +237,23 @@ def default_hidden_states(target_layers: int, count: int) -> tuple[int, ...]:
 # --- writing ---------------------------------------------------------------------------------------------------------------
 
 
-def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Sequence[float] | None = None) -> None:
-    """Write a head in z-lab's layout for DFlash or DFlash 2, or in DeepSeek's if it has a bias for the previous token.
-
-    ``acceptance``: measured acceptance of each draft after accepted ones. Raises ``OutriderError`` for unsupported features.
-    """
-    shape, config = head.shape, head.shape.config
+def check_exportable(shape: BlockShape) -> None:
+    """Raise ``OutriderError`` for a head that ``export`` cannot write, because z-lab's layout lacks a part of it."""
     if shape.reduced or shape.own_embedding or shape.own_output:
         raise OutriderError(
             "a block drafter with its own vocabulary, embedding or output head cannot be written in z-lab's layout"
         )
     if min(shape.hidden_states) < 1:
         raise OutriderError("a block drafter that reads hidden state 0 cannot be written in z-lab's layout")
+
+
+def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Sequence[float] | None = None) -> None:
+    """Write a head in z-lab's layout for DFlash or DFlash 2, or in DeepSeek's if it has a bias for the previous token.
+
+    ``acceptance``: measured acceptance of each draft after accepted ones. Raises ``OutriderError`` like ``check_exportable``.
+    """
+    shape, config = head.shape, head.shape.config
+    check_exportable(shape)
     layers = [index - 1 for index in shape.hidden_states]
     window = max(shape.windows) or None
     second = {key: getattr(shape, field) for key, field in (CONVOLUTIONS | SELECTOR).items()}

@@ -143,6 +143,12 @@ def _shape_of_generation_3(files: HeadFiles, llama: LlamaConfig, num_layers: int
 # --- writing ---------------------------------------------------------------------------------------------------------------
 
 
+def check_exportable(shape: EagleShape) -> None:
+    """Raise ``OutriderError`` for an EAGLE-3 head without an output head, which no format can represent."""
+    if not shape.own_output:
+        raise OutriderError("a head that uses the target's output head cannot be exported: train one with its own output head")
+
+
 def export(
     head: EagleHead,
     folder: Path,
@@ -161,8 +167,7 @@ def export(
         raise OutriderError(f"unknown format {kind!r}: expected {', '.join(FORMATS)}")
     if shape.generation == 1 and kind == "speculators":
         raise OutriderError("EAGLE-1 heads support the native format only")
-    if not shape.own_output:
-        raise OutriderError("a head that uses the target's output head cannot be exported: train one with its own output head")
+    check_exportable(shape)
     tensors = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_ids"}
     if shape.generation == 1 or kind == "speculators":  # other formats use the target's
         tensors.setdefault("embed_tokens.weight", head.embedding_table())

@@ -41,8 +41,8 @@ def summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, parts in zip(("greedy", "sampled"), zip(*pairs, strict=True), strict=True):
         accepted = torch.cat(parts).cpu()
-        tau = {k: round(mean_acceptance_length(accepted, k), 3) for k in LENGTHS if k < accepted.shape[1]}
-        found[name] = {"acceptance": round(float(accepted.mean()), 4), "expected_tau": tau}
+        lengths = {k: round(mean_acceptance_length(accepted, k), 3) for k in LENGTHS if k < accepted.shape[1]}
+        found[name] = {"acceptance": round(float(accepted.mean()), 4), "mean_acceptance_length": lengths}
     return found
 
 
@@ -52,7 +52,7 @@ def chain_summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     for name, parts in zip(("greedy", "sampled"), zip(*pairs, strict=True), strict=True):
         accepted = torch.cat(parts).flatten(0, 1).cpu()
         alive = accepted.cumprod(-1).mean(0)
-        tau = {k: round(1 + float(alive[:k].sum()), 3) for k in LENGTHS if k <= accepted.shape[1]}
+        lengths = {k: round(1 + float(alive[:k].sum()), 3) for k in LENGTHS if k <= accepted.shape[1]}
         by_depth = [round(float(mean), 4) for mean in accepted.mean(0)]
-        found[name] = {"acceptance": round(float(accepted.mean()), 4), "by_depth": by_depth, "expected_tau": tau}
+        found[name] = {"acceptance": round(float(accepted.mean()), 4), "by_depth": by_depth, "mean_acceptance_length": lengths}
     return found

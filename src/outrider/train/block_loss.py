@@ -39,11 +39,11 @@ class BlockLoss:
     dtype: torch.dtype = torch.float32  # of the arithmetic
     entropy: SoftEntropy = soft_entropy
 
-    def __call__(self, rows: Tensor, step: int, draw: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, rows: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of the cached rows with these indices [B], at anchors drawn for this pass."""
         ids, features, last = read_rows(self.cache, rows.tolist(), self.head, self.last)
         shape, (batch, length) = self.head.shape, ids.shape
-        generator = torch.Generator().manual_seed(step_seed(self.seed, draw))
+        generator = torch.Generator().manual_seed(step_seed(self.seed, pass_index))
         places = torch.rand(batch, length - shape.max_drafts, generator=generator).topk(self._num_anchors(length), -1).indices
         anchors = 1 + places.sort(-1).values.to(ids.device)  # an anchor has at least one token before it
         gamma = min(MAX_GAMMA, shape.block_size / 2)
@@ -61,7 +61,7 @@ class BlockLoss:
                 else:
                     loss, hit = self.entropy(logits, wanted)
                     candidates, scores = selector.scores(out[:, :, draft], logits, before)
-                    # Tokens that are no candidates have no part: where all are wrong, there is nothing to learn.
+                    # Tokens outside the candidates are ignored: if no candidate is likely, there is nothing to learn.
                     probs, logprobs = wanted.probs.gather(-1, candidates), scores.log_softmax(-1, dtype=torch.float32)
                     loss = loss - (probs * logprobs).sum(-1).mean()
                 losses.append(loss)
@@ -98,7 +98,7 @@ class BlockLoss:
         """Return the acceptance of each draft on held-out rows, given that the earlier ones are accepted.
 
         ``greedy``: share of equal likeliest tokens; ``sampled``: acceptance probability at temperature 1.
-        ``tokens_per_pass``: expected tokens per pass of the target for blocks of all drafts, greedy and sampled.
+        ``mean_acceptance_length``: expected tokens per pass of the target for blocks of all drafts, greedy and sampled.
         """
         found = []
         for row in self.cache.held_out:
@@ -117,7 +117,7 @@ class BlockLoss:
         return {
             "greedy": [round(float(value), 4) for value in greedy.mean(1)],
             "sampled": [round(float(value), 4) for value in sampled.mean(1)],
-            "tokens_per_pass": [round(length, 3) for length in lengths],
+            "mean_acceptance_length": [round(length, 3) for length in lengths],
         }
 
 

@@ -20,7 +20,7 @@ from outrider.heads.feature_head import FeatureHead
 from outrider.memory import size
 from outrider.progress import Report
 from outrider.runner import ModelRunner
-from outrider.train.claims import check_room, digest, fingerprint, once, resuming
+from outrider.train.claims import check_room, damaged_file_errors, digest, fingerprint, read_or_create_json
 from outrider.train.text import RowOrder, held_out
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
 
@@ -54,7 +54,7 @@ class FeatureCache(RowOrder):
     def _shard(self, number: int) -> Any:
         if number not in self._open:
             file = self._folder / _name(number)
-            with resuming(file):
+            with damaged_file_errors(file):
                 self._open[number] = safe_open(file, "pt")
         return self._open[number]
 
@@ -84,7 +84,7 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
         "seq_len": rows.shape[1],
         "layers": list(layers),
     }
-    known = once(folder / "features.json", lambda: about)
+    known = read_or_create_json(folder / "features.json", lambda: about)
     if {**known, "layers": 0} != {**about, "layers": 0}:
         raise OutriderError(f"{folder} has features of another target or text: give another folder (--work) or delete it")
     if not set(layers) <= set(known["layers"]):

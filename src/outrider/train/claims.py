@@ -42,7 +42,7 @@ def digest(rows: Tensor) -> str:
 def claim(path: Path, about: Mapping[str, Any]) -> None:
     """Record a folder's identity in the file ``path``. Raises ``OutriderError`` if it already has another one."""
     about = json.loads(json.dumps(about))  # normalise as JSON: tuples become lists
-    known = once(path, lambda: dict(about))
+    known = read_or_create_json(path, lambda: dict(about))
     odd = [key for key in about if known.get(key) != about[key]]
     if odd:
         raise OutriderError(
@@ -50,12 +50,12 @@ def claim(path: Path, about: Mapping[str, Any]) -> None:
         )
 
 
-def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def read_or_create_json(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON object in a file; make and write it if the file is missing."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(make(), indent=1) + "\n")
-    with resuming(path):
+    with damaged_file_errors(path):
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
             raise TypeError("expected an object")
@@ -71,7 +71,7 @@ def check_room(folder: Path, needed: int, advice: str) -> None:
 
 
 @contextmanager
-def resumable() -> Iterator[None]:
+def advise_to_resume() -> Iterator[None]:
     """Context manager: when interrupted, tell the user how to resume."""
     try:
         yield
@@ -82,17 +82,18 @@ def resumable() -> Iterator[None]:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Context manager: lock a folder of checkpoints. Raises ``OutriderError`` if another process has locked it."""
+    """Context manager: lock a part of a work folder. Raises ``OutriderError`` if another process has locked it."""
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OutriderError(f"another run is training in {folder}: wait for it, or give another --out and --work") from None
+            raise OutriderError(f"another run is writing to {folder}: wait for it, or give another --out and --work") from None
         yield
 
 
 @contextmanager
-def resuming(file: Path) -> Iterator[None]:
+def damaged_file_errors(file: Path) -> Iterator[None]:
     """Context manager: raise ``OutriderError`` with the name of a damaged or foreign file of an interrupted run."""
     try:
         yield

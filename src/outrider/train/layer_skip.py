@@ -36,20 +36,20 @@ class EarlyExitLoss:
     """
 
     decoder: Decoder
-    how: LayerSkip
+    options: LayerSkip
     dtype: torch.dtype = torch.float32  # of the arithmetic
     seed: int = 0
 
-    def __call__(self, ids: Tensor, step: int, draw: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, ids: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of ids [B, S + 1]."""
         text, labels, count = ids[:, :-1], ids[:, 1:], len(self.decoder.layers)
-        rows = max(1, int(len(ids) * self.how.exit_share))
+        rows = max(1, int(len(ids) * self.options.exit_share))
         with arithmetic(ids.device, self.dtype):
-            states = self.decoder.hidden_states(text, self.runs(len(ids), draw, progress))
+            states = self.decoder.hidden_states(text, self.runs(len(ids), pass_index, progress))
             losses = {count - 1: self.decoder.token_loss(states[-1], labels)}
             for depth in self.exits(step, progress):
                 losses[depth] = self.decoder.token_loss(states[depth][:rows], labels[:rows])
-        weights = exit_weights(count, self.how.exit_scale)
+        weights = exit_weights(count, self.options.exit_scale)
         total = sum(weights[depth] for depth in losses)
         loss = torch.stack([each * (weights[depth] / total) for depth, each in losses.items()]).sum()
         final = losses.pop(count - 1)
@@ -58,16 +58,16 @@ class EarlyExitLoss:
     def exits(self, step: int, progress: float) -> list[int]:
         """Return the early exits trained in a step, as layer indices."""
         layers = range(1, len(self.decoder.layers) - 1)  # equation 6 gives the exit after the first layer weight 0
-        open_now = [depth for depth in layers if progress >= self.how.grow_at or depth % 2 == 0]
-        turns = max(1, min(self.how.rotation or len(open_now), len(open_now)))
+        open_now = [depth for depth in layers if progress >= self.options.grow_at or depth % 2 == 0]
+        turns = max(1, min(self.options.rotation or len(open_now), len(open_now)))
         return [depth for place, depth in enumerate(open_now) if place % turns == step % turns]
 
-    def runs(self, rows: int, draw: int, progress: float) -> Tensor:
+    def runs(self, rows: int, pass_index: int, progress: float) -> Tensor:
         """Return bool [L, B]: the rows that each layer runs for; others are dropped, or the layer is not grown yet."""
         count = len(self.decoder.layers)
-        rates = drop_rates(count, self.how.max_drop, progress if self.how.from_scratch else None)
-        drawn = np.random.default_rng((self.seed, draw, 1)).random((count, 1 if self.how.whole_steps else rows))
+        rates = drop_rates(count, self.options.max_drop, progress if self.options.from_scratch else None)
+        drawn = np.random.default_rng((self.seed, pass_index, 1)).random((count, 1 if self.options.whole_steps else rows))
         runs = torch.from_numpy(drawn >= np.array(rates)[:, None]).expand(count, rows).clone()
-        if progress < self.how.grow_at:
+        if progress < self.options.grow_at:
             runs[1::2] = False
         return runs

@@ -32,7 +32,7 @@ class MedusaLoss:
     dtype: torch.dtype = torch.float32  # of the arithmetic
     entropy: SoftEntropy = soft_entropy
 
-    def __call__(self, rows: Tensor, step: int, draw: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, rows: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of the cached rows with these indices [B]."""
         ids, hidden = self._read(rows.tolist())
         count, length = self.heads.shape.num_heads, ids.shape[1]

@@ -26,13 +26,13 @@ from outrider.runner.parallel_draft import mask_token_of
 from outrider.runner.survey import survey_without_weights
 from outrider.runner.tokenizers import check_same_vocabulary
 from outrider.train.acceptance import ROWS, acceptance, summary
-from outrider.train.claims import once
+from outrider.train.claims import read_or_create_json
 from outrider.train.decoder import Decoder, evaluating
 from outrider.train.distillation import DistillationLoss
 from outrider.train.draft_model import new_draft
 from outrider.train.layer_skip import EarlyExitLoss
-from outrider.train.options import Distillation, DraftShape, HeadPlan, LayerSkip
-from outrider.train.parallel import Masks, Parallel
+from outrider.train.options import Distillation, DraftShape, HeadPlan, LayerSkip, Parallel
+from outrider.train.parallel import ParallelDraftTraining
 from outrider.train.runs import Workspace, checkpoint_dtype, finish, run_job
 from outrider.train.shapes import COPIES, FLOAT32
 from outrider.train.text import TextRows, check_continuation
@@ -44,7 +44,7 @@ QUANTISED = "training a model or draft needs the checkpoint in 16 or 32 bits; a 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 
 
-def train_early_exit(workspace: Workspace, out: Path, how: HeadPlan, skip: LayerSkip) -> None:
+def train_early_exit(workspace: Workspace, out: Path, plan: HeadPlan, skip: LayerSkip) -> None:
     """Continue training the target for early exit and write it.
 
     Raises ``OutriderError`` for a target with fewer than three layers, or one whose layers do not run one by one.
@@ -64,11 +64,11 @@ def train_early_exit(workspace: Workspace, out: Path, how: HeadPlan, skip: Layer
         found = measure_exits(decoder, rows.held_out if final else rows.held_out[:ROWS])
         return {f"held_exit_{depth}": each["greedy"]["acceptance"] for depth, each in found["exits"].items()}, found
 
-    before = once(workspace.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
-    for layer in decoder.layers if how.compile else ():
+    before = read_or_create_json(workspace.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
+    for layer in decoder.layers if plan.compile else ():
         layer.compile()  # for any number of rows, because dropout skips some
-    loss = EarlyExitLoss(decoder, skip, workspace.dtype("early-exit"), how.seed)
-    after = run_job(workspace, "early-exit", model, rows, loss, how, measure)
+    loss = EarlyExitLoss(decoder, skip, workspace.dtype("early-exit"), plan.seed)
+    after = run_job(workspace, "early-exit", model, rows, loss, plan, measure)
     finish(workspace, "early-exit", out, {"before": before, "after": after})
     _save(workspace, model, out)
 
@@ -95,36 +95,36 @@ class DraftRun:
     shape: DraftShape = field(default_factory=DraftShape)
     start: str | None = None  # folder or hub id of a draft to continue, instead of a shape
     teaching: Distillation = field(default_factory=Distillation)
-    parallel: Parallel | None = None  # train it to draft in parallel, with mask tokens
+    parallel: Parallel = field(default_factory=Parallel)
     name: str = "draft"  # subfolder of the work folder
 
 
-def train_draft(workspace: Workspace, out: Path, how: HeadPlan, kind: DraftRun = DraftRun()) -> None:
+def train_draft(workspace: Workspace, out: Path, plan: HeadPlan, options: DraftRun = DraftRun()) -> None:
     """Train a small model on the target's logits and write it.
 
     Raises ``OutriderError`` for invalid sizes and for a draft with another vocabulary.
     """
-    teaching = kind.teaching
+    teaching, parallel = options.teaching, options.parallel if options.parallel.depths > 1 else None
     if teaching.on_policy:
         check_continuation(teaching.prompt_len, workspace.seq_len)
     target = workspace.model.requires_grad_(False).eval()
     _check_rows(workspace, target, str(target.name_or_path))
-    torch.manual_seed(how.seed)
-    if kind.start is None:
-        draft, origin = new_draft(target, kind.shape)
+    torch.manual_seed(plan.seed)
+    if options.start is None:
+        draft, origin = new_draft(target, options.shape)
     else:
-        draft, origin = _existing(kind.start, workspace, kind.parallel is not None), f"continuing {kind.start}"
+        draft, origin = _existing(options.start, workspace, parallel is not None), f"continuing {options.start}"
     _check_rows(workspace, draft, "the draft")
     if target.device.type == "cpu":
         needed = FLOAT32 * (target.num_parameters() + COPIES * draft.num_parameters())
         what = "the target's weights, and the draft's with gradients and optimizer state, take at least"
         require_memory(needed, what, "choose a smaller draft")
-    masks = None if kind.parallel is None else Masks.prepare(draft, workspace.tokenizer, kind.parallel, workspace.seq_len)
+    masks = None if parallel is None else ParallelDraftTraining.prepare(draft, workspace.tokenizer, parallel, workspace.seq_len)
     origin += "" if masks is None else f"; mask token {masks.token}"
     share = draft.num_parameters() / target.num_parameters()
     logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, origin)
-    shape, parallel = asdict(kind.shape), kind.parallel and asdict(kind.parallel)
-    workspace.claim(kind.name, shape=shape, start=kind.start, teaching=asdict(teaching), parallel=parallel)
+    about = {"shape": asdict(options.shape), "teaching": asdict(teaching), "parallel": parallel and asdict(parallel)}
+    workspace.claim(options.name, start=options.start, **about)
     rows = TextRows(workspace.training_rows())
     on_text = partial(measure_draft, draft, target) if masks is None else partial(masks.measure, target)
 
@@ -132,14 +132,14 @@ def train_draft(workspace: Workspace, out: Path, how: HeadPlan, kind: DraftRun =
         found = on_text(rows.held_out if final else rows.held_out[: 4 * ROWS])
         return {f"held_{name}": found[name]["acceptance"] for name in ("greedy", "sampled")}, found
 
-    before = once(workspace.work / kind.name / "before.json", lambda: on_text(rows.held_out))
-    loss = DistillationLoss(draft, target, teaching, workspace.dtype(kind.name), how.seed, masks)
-    if how.compile:
+    before = read_or_create_json(workspace.work / options.name / "before.json", lambda: on_text(rows.held_out))
+    loss = DistillationLoss(draft, target, teaching, workspace.dtype(options.name), plan.seed, masks)
+    if plan.compile:
         for layer in (*decoder_layers(draft), *decoder_layers(target)):
             layer.compile(dynamic=False)
         loss.divergence = torch.compile(loss.divergence, dynamic=False)
-    after = run_job(workspace, kind.name, draft, rows, loss, how, measure)
-    finish(workspace, kind.name, out, {"parameters": draft.num_parameters(), "before": before, "after": after})
+    after = run_job(workspace, options.name, draft, rows, loss, plan, measure)
+    finish(workspace, options.name, out, {"parameters": draft.num_parameters(), "before": before, "after": after})
     _save(workspace, draft, out)
 
 

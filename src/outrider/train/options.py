@@ -25,10 +25,10 @@ class Source(CheckedOptions):
 
     panel: ClassVar[str] = TEXT
     paths: tuple[Path, ...] = ()
-    seq_len: int = option(whole(1), 256, "Tokens per row.")
+    seq_len: int = option(whole(2), 256, "Tokens per row.")
     max_tokens: int = option(whole(1), 1_000_000, "Maximum number of text tokens to use, and of their features on disk.")
     regenerate: bool = option(boolean(), False, "Replace each row by the target's continuation of its beginning.")
-    prompt_len: int = option(whole(1), 64, "Tokens of each row that are kept by --regenerate, or --on-policy.")
+    prompt_len: int = option(whole(1), 64, "Tokens at the beginning of each row that --regenerate and --on-policy keep.")
     temperature: float = option(number(0), 0.0, "With --regenerate: temperature; 0 is greedy.")
 
 
@@ -38,7 +38,9 @@ class HeadPlan(CheckedOptions):
 
     panel: ClassVar[str] = LENGTH
     minutes: float | None = option(
-        number(above=0), None, "Minutes of training; the learning rate decays to zero by then (default: by --epochs)."
+        number(above=0),
+        None,
+        "Minutes of training; the learning rate decays to 1% of its value by then (default: by --epochs).",
     )
     epochs: float = option(number(above=0), 4.0, "Maximum passes over the text.")
     batch_tokens: int = option(whole(1), 4096, "Tokens per step, at least one row; fewer need less memory.")
@@ -82,7 +84,7 @@ class EagleRun(CheckedOptions):
         whole(2), None, "EAGLE-3: draft only this many of the most frequent tokens (default: all)."
     )
     format: tuple[str, ...] = option(
-        several(text(), "native, speculators or both"),
+        several(choice("native", "speculators"), "native, speculators or both"),
         ("native",),
         "native, speculators, or both separated by a comma: the second goes to OUT-FORMAT.",
     )
@@ -93,13 +95,8 @@ class EagleRun(CheckedOptions):
         return [out, *(out.with_name(f"{out.name}-{form}") for form in self.format[1:])]
 
     def __post_init__(self) -> None:
-        """Raise ``OutriderError`` for an unknown format, and for options that exclude each other."""
+        """Raise ``OutriderError`` for options that exclude each other."""
         super().__post_init__()
-        from outrider.heads.eagle_formats import FORMATS
-
-        unknown = [each for each in self.format if each not in FORMATS]
-        if unknown:
-            raise OutriderError(f"invalid format {unknown[0]!r}: expected {', '.join(FORMATS)}")
         if self.generation == 1 and "speculators" in self.format:
             raise OutriderError("EAGLE-1 heads support the native format only")
         if self.generation == 3 and self.layers is not None and (len(self.layers), len({*self.layers})) != (3, 3):
@@ -113,16 +110,8 @@ class MtpRun(CheckedOptions):
     steps: int = option(whole(1), 3, "Depths trained per step.")
     start: str | None = option(FOLDER, None, f"{CONTINUE} It may be the target's own.")
     format: str = option(
-        text("qwen, deepseek or mimo"), "qwen", "Tensor names: qwen (mtp.*), deepseek (of a further layer) or mimo."
+        choice("qwen", "deepseek", "mimo"), "qwen", "Tensor names: qwen (mtp.*), deepseek (of a further layer) or mimo."
     )
-
-    def __post_init__(self) -> None:
-        """Raise ``OutriderError`` for an unknown format."""
-        super().__post_init__()
-        from outrider.heads.mtp_formats import LAYOUTS
-
-        if self.format not in LAYOUTS:
-            raise OutriderError(f"invalid format {self.format!r}: expected {', '.join(LAYOUTS)}")
 
 
 @dataclass(frozen=True)
@@ -181,6 +170,20 @@ class Distillation(CheckedOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         declared(Source)["prompt_len"].read("prompt_len", self.prompt_len)
+
+
+@dataclass(frozen=True)
+class Parallel(CheckedOptions):
+    """Drafts per pass to train a draft for, with mask tokens, and the share of chains that reaches each depth."""
+
+    parallel: int | None = option(whole(2), None, "Train the draft to make this many drafts per pass, with mask tokens (PARD).")
+    keep: float = option(number(above=0, at_most=1), 0.7, "With --parallel: share of chains kept from each depth to the next.")
+    keep_least: float = option(number(above=0, at_most=1), 0.2, "With --parallel: minimum share of the chains at any depth.")
+
+    @property
+    def depths(self) -> int:
+        """Return the drafts per pass; the first one needs no mask token."""
+        return self.parallel or 1
 
 
 @dataclass(frozen=True)

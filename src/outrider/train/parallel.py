@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,30 +21,12 @@ from outrider.runner.loading import text_config
 from outrider.runner.parallel_draft import MASK_KEYS, mask_token_of
 from outrider.train.acceptance import ROWS, acceptance, chain_summary
 from outrider.train.decoder import TOLERANCE, evaluating
+from outrider.train.options import Parallel
 from outrider.train.plan import step_seed
 from outrider.train.text import check_row_length
 from outrider.types import OutriderError
 
 SPARE_NAME = re.compile(r"[<\[]\|?(reserved|unused)[ _\w-]*\|?[>\]]")  # name of a reserved token
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """Number of drafts per pass to train for, and the share of chains that reaches each depth.
-
-    Raises ``OutriderError`` for invalid values.
-    """
-
-    depths: int = 8  # the first one is the draft after the anchor itself, without a mask
-    keep: float = 0.7  # depth d has a mask for keep ** d of the positions ...
-    least: float = 0.2  # ... and for no smaller part
-
-    def __post_init__(self) -> None:
-        if self.depths < 2:
-            raise OutriderError(f"invalid number of parallel drafts {self.depths}: expected at least 2")
-        for name, share in (("--keep", self.keep), ("--keep-least", self.least)):
-            if not 0 < share <= 1:
-                raise OutriderError(f"invalid {name} {share}: expected a share above 0, at most 1")
 
 
 @dataclass(frozen=True)
@@ -63,10 +45,10 @@ class Entries:
         return cls(torch.cat((tokens, *by_depth)), depths)
 
     @classmethod
-    def drawn(cls, seq_len: int, how: Parallel, generator: torch.Generator) -> Entries:
+    def drawn(cls, seq_len: int, options: Parallel, generator: torch.Generator) -> Entries:
         """Draw anchors. The number of entries depends on the row's length only, so that a compiled pass has one shape."""
-        order = torch.randperm(seq_len - how.depths + 1, generator=generator)
-        shares = [max(how.keep**depth, how.least) for depth in range(1, how.depths)]
+        order = torch.randperm(seq_len - options.depths + 1, generator=generator)
+        shares = [max(options.keep**depth, options.keep_least) for depth in range(1, options.depths)]
         return cls.of(seq_len, [order[: max(1, round(share * len(order)))] for share in shares])
 
     @property
@@ -83,21 +65,23 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class Masks:
+class ParallelDraftTraining:
     """A draft in training and its mask token."""
 
     draft: PreTrainedModel
     token: int
-    how: Parallel
+    options: Parallel
 
     @classmethod
-    def prepare(cls, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, how: Parallel, seq_len: int) -> Masks:
+    def prepare(
+        cls, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, options: Parallel, seq_len: int
+    ) -> Self:
         """Add a mask token to a draft that has none, and check that the draft supports masks in rows of ``seq_len`` tokens.
 
         Raises ``OutriderError`` for rows that are too short, and for a model with unsupported attention.
         """
-        check_row_length(seq_len, how.depths + 2, f"{how.depths} parallel drafts")
-        found = cls(draft, mask_token(draft, tokenizer), how)
+        check_row_length(seq_len, options.depths + 2, f"{options.depths} parallel drafts")
+        found = cls(draft, mask_token(draft, tokenizer), options)
         found.check(seq_len - 1)
         return found
 
@@ -114,15 +98,15 @@ class Masks:
         ).logits
         return out
 
-    def drawn(self, text: Tensor, seed: int, draw: int) -> tuple[Tensor, Tensor]:
+    def drawn(self, text: Tensor, seed: int, pass_index: int) -> tuple[Tensor, Tensor]:
         """Return the logits [B, T, V] of a training pass, and the position in the row [T] after which each one predicts."""
-        entries = Entries.drawn(text.shape[1], self.how, torch.Generator().manual_seed(step_seed(seed, draw)))
+        entries = Entries.drawn(text.shape[1], self.options, torch.Generator().manual_seed(step_seed(seed, pass_index)))
         return self.logits(text, entries), entries.positions.to(text.device)
 
     @torch.no_grad()
     def measure(self, target: PreTrainedModel, rows: Tensor) -> dict[str, Any]:
         """Return the acceptance of each depth on rows [R, S], in rounds that begin after every K-th token."""
-        depths, seq_len = self.how.depths, rows.shape[1]
+        depths, seq_len = self.options.depths, rows.shape[1]
         anchors = torch.arange(0, seq_len - depths + 1, depths)
         entries = Entries.of(seq_len, [anchors] * (depths - 1))
         masks = seq_len + torch.arange((depths - 1) * len(anchors)).view(depths - 1, -1)
@@ -138,9 +122,10 @@ class Masks:
     @torch.no_grad()
     def check(self, seq_len: int) -> None:
         """Raise ``OutriderError`` unless chains in one pass give the same logits as each chain alone."""
-        draft, kind, count = self.draft, type(self.draft).__name__, self.how.depths - 1
+        draft, kind, count = self.draft, type(self.draft).__name__, self.options.depths - 1
         text = torch.arange(seq_len, device=draft.device)[None] * 7 % int(text_config(draft).vocab_size)
-        anchors = [seq_len // 2, seq_len - 1 - count]
+        last = seq_len - 1 - count
+        anchors = sorted({min(seq_len // 2, last), last})
         entries = Entries.of(seq_len, [torch.tensor(anchors)] * count)
         masks = text.new_full((1, count), self.token)
         problem = f"unsupported model for parallel drafts: {kind} does not support attention masks"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.train.claims import once
+from outrider.train.claims import read_or_create_json
 from outrider.types import dtype_name
 
 
@@ -34,7 +34,7 @@ def run_dtype(folder: Path, device: torch.device) -> torch.dtype:
     """Return the dtype of the products of the run in this folder: measured at its start, and kept when it is resumed,
     because a second measurement can differ.
     """
-    measured = once(folder / "arithmetic.json", lambda: {"dtype": dtype_name(autocast_dtype(device))})
+    measured = read_or_create_json(folder / "arithmetic.json", lambda: {"dtype": dtype_name(autocast_dtype(device))})
     dtype: torch.dtype = getattr(torch, measured["dtype"])
     return dtype
 

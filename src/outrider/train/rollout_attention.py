@@ -1,7 +1,7 @@
 """Attention of a head trained on its own outputs: training-time test (EAGLE-3, arXiv 2503.01840, section 3.2).
 
-In step s, entry j is the draft s positions after a prefix of j + 1 tokens. It attends to that prefix's entries, computed from
-the target's features, and in later steps only to entries with the same j, its own ancestors.
+In step s, entry j reads token j + 1 + s and drafts token j + 2 + s, counted from 0. It attends to entries 0 to j of the first
+step, which are computed from the target's features, and in later steps only to entries with the same j, its own ancestors.
 """
 
 from __future__ import annotations

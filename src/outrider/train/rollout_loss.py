@@ -46,11 +46,11 @@ class RolloutLoss:
     dtype: torch.dtype = torch.float32  # of the arithmetic
     entropy: SoftEntropy = soft_entropy
 
-    def __call__(self, rows: Tensor, step: int, draw: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, rows: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of the cached rows with these indices [B]."""
         ids, features, last = read_rows(self.cache, rows.tolist(), self.head, self.last)
         if self.head.imitates_features:
-            generator = torch.Generator().manual_seed(step_seed(self.seed, draw))
+            generator = torch.Generator().manual_seed(step_seed(self.seed, pass_index))
             noise = torch.rand(last.shape, generator=generator).to(ids.device)
             features = [last + (2 * noise - 1) * NOISE]
         with arithmetic(ids.device, self.dtype):

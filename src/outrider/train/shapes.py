@@ -92,8 +92,6 @@ def _check_fits(head: nn.Module, runner: ModelRunner) -> None:
 
 
 def _medusa_shape(runner: ModelRunner, num_heads: int, num_layers: int, size: int | None) -> MedusaShape:
-    if num_heads < 1 or num_layers < 1:
-        raise OutriderError("invalid number of heads or layers: expected at least 1")
     return MedusaShape(num_heads, num_layers, runner.hidden_size, size or runner.vocab_size, mapped=size is not None)
 
 
@@ -272,7 +270,9 @@ def trainable(head: Head, runner: ModelRunner) -> Head:
     """Return the head in training on this target."""
     if isinstance(head, (EagleHead, MtpHead)):
         head.set_attention(rollout_attention.NAME)
-    head.lend(runner.model.get_input_embeddings(), output_layer(runner))
+    output = output_layer(runner)
+    postprocess, output.postprocess = output.postprocess, None  # separate, because a block drafter may have its own instead
+    head.lend(runner.model.get_input_embeddings(), output, postprocess)
     return head.to(runner.device).requires_grad_(True)
 
 

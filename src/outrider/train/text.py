@@ -19,7 +19,7 @@ from outrider.files import READ_ERRORS, open_text
 from outrider.heads.checkpoint import save_tensors
 from outrider.progress import Report
 from outrider.runner import ModelRunner
-from outrider.train.claims import claim, digest, fingerprint, resuming
+from outrider.train.claims import claim, damaged_file_errors, digest, fingerprint
 from outrider.types import OutriderError
 
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -29,8 +29,6 @@ GOLDEN = 0.6180339887498949
 
 def check_text_file(path: Path) -> None:
     """Raise ``OutriderError`` unless there is such a file, and its beginning, or its first line for JSONL, can be read."""
-    if not path.is_file():
-        raise OutriderError(f"text file {path} is not a file" if path.exists() else f"text file {path} does not exist")
     with _opened(path) as file:
         if _has_lines(path):
             next(_entries(path, file), None)
@@ -45,7 +43,6 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, most: int | N
     A text file is read until it has ``most`` tokens. Raises ``OutriderError`` for a file that is not text, and with the number
     of an invalid line.
     """
-    check_text_file(path)
     with _opened(path) as file:
         if _has_lines(path):
             for place, entry in _entries(path, file):
@@ -56,7 +53,9 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, most: int | N
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[str]]:
-    """Open a text file. Raises ``OutriderError`` if it cannot be read, or is not text."""
+    """Open a text file. Raises ``OutriderError`` if it does not exist, cannot be read, or is not text."""
+    if not path.is_file():
+        raise OutriderError(f"text file {path} is not a file" if path.exists() else f"text file {path} does not exist")
     try:
         with open_text(path) as file:
             yield file
@@ -221,7 +220,7 @@ def held_out(num_rows: int) -> int:
     return max(1, min(num_rows // 20, 64))
 
 
-def spread(first: int, count: int, total: int) -> Tensor:
+def golden_order(first: int, count: int, total: int) -> Tensor:
     """Return the next ``count`` of ``total`` row indices, int64 [count], from frac(i * golden ratio)."""
     return torch.tensor([int((i * GOLDEN + 0.5) % 1.0 * total) for i in range(first, first + count)])
 
@@ -237,7 +236,7 @@ class RowOrder:
         """Return the next row indices, int64 [rows]."""
         first = self.rows_drawn["rows"]
         self.rows_drawn["rows"] += rows
-        return spread(first, rows, self.num_training)
+        return golden_order(first, rows, self.num_training)
 
 
 class TextRows(RowOrder):
@@ -275,8 +274,8 @@ def regenerate(
     for a folder of another target, text or setting.
     """
     check_continuation(prompt_len, rows.shape[1])
-    how = {"prompt length": prompt_len, "temperature": temperature, "seed": seed, "batch": runner.max_batch}
-    claim(folder / "text.json", {"target": fingerprint(runner.model), "text": digest(rows), **how})
+    settings = {"prompt length": prompt_len, "temperature": temperature, "seed": seed, "batch": runner.max_batch}
+    claim(folder / "text.json", {"target": fingerprint(runner.model), "text": digest(rows), **settings})
     written: list[Tensor] = []
     for number, batch in enumerate(rows.split(runner.max_batch)):
         file = folder / f"text_{number:05}.safetensors"
@@ -284,7 +283,7 @@ def regenerate(
         if not is_there:
             ids = _written(runner, batch, prompt_len, temperature, torch.Generator(runner.device).manual_seed(seed + number))
             save_tensors(file, {"ids": ids})
-        with resuming(file):
+        with damaged_file_errors(file):
             written.append(load_file(file)["ids"])
         if not is_there:  # files of an earlier run do not predict the remaining time
             done = sum(map(len, written))

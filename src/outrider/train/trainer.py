@@ -21,15 +21,15 @@ from outrider.files import write_whole
 from outrider.heads.checkpoint import replaced
 from outrider.progress import reporting
 from outrider.train import optim
-from outrider.train.claims import check_room, exclusive, resumable, resuming
+from outrider.train.claims import advise_to_resume, check_room, damaged_file_errors, exclusive
 from outrider.train.plan import TrainingPlan, step_seed
 from outrider.train.precision import run_dtype
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
-# (batch, step, draw, progress) -> the loss, and parts of it to plot (floats or 0-d tensors). ``draw``: number of the pass, for
-# seeds, because each pass of a step draws its own random numbers.
+# (batch, step, pass_index, progress) -> the loss, and parts of it to plot (floats or 0-d tensors). ``pass_index``: index of the
+# pass, which seeds its random numbers, because each pass of a step draws its own.
 Loss = Callable[[Tensor, int, int, float], tuple[Tensor, dict[str, Any]]]
 PACE = {  # settings that a resumed run may change, and their options
     "max_tokens": "--epochs",
@@ -149,7 +149,7 @@ class Trainer:
 
     def _restore(self) -> None:
         """Continue from the checkpoint. Raises ``OutriderError`` if it is truncated or of another run."""
-        with resuming(self.checkpoint):
+        with damaged_file_errors(self.checkpoint):
             state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -159,8 +159,8 @@ class Trainer:
                     group["base_lr"] = rate  # a lower rate may be why the run is resumed
             self.batches.rows_drawn.update(state["rows_drawn"])
             self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
-            self.clock = RunningClock(state["elapsed"], self.max_gap, usual=state.get("usual", 0.0))
-            changed = [PACE[name] for name, value in state.get("pace", {}).items() if value != getattr(self.plan, name)]
+            self.clock = RunningClock(state["elapsed"], self.max_gap, usual=state["usual"])
+            changed = [PACE[name] for name, value in state["pace"].items() if value != getattr(self.plan, name)]
         if changed:
             said = "%s: resuming with another %s: the weights will differ from those of a run in one piece"
             logger.warning(said, self.name, " and ".join(changed))
@@ -202,12 +202,12 @@ class Trainer:
         Raises ``OutriderError`` if the disk has no room for two checkpoints, of which one replaces the other.
         The final measurement follows the checkpoint, so that an interruption ends it at once and a resumed run repeats it.
         """
-        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         evaluated = saved = self.clock.elapsed
         seconds_of_save = 0.0
         self.model.train()
         needed = STATES * sum(each.numel() * each.element_size() for each in self.model.parameters() if each.requires_grad)
         check_room(self.folder, needed if self.checkpoint.exists() else 2 * needed, "train a smaller model")
+        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             with exclusive(self.folder), reporting(self.name) as report:
                 while self.progress < 1.0 and not self.interrupted:
@@ -225,7 +225,7 @@ class Trainer:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        with resumable():
+        with advise_to_resume():
             if self.progress < 1.0 or self.interrupted:
                 raise KeyboardInterrupt
             if "final" not in self.curve[-1]:

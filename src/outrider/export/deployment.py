@@ -24,7 +24,7 @@ VERIFIER = "rejection"  # the default: all engines support it, and its output di
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Deployment:
     """Models, method and settings of a plan."""
 
     target: str  # folder or hub id
@@ -86,7 +86,7 @@ class Wanted:
         return sorted(united_eos(sources))
 
 
-def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wanted:
+def read_deployment(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Deployment:
     """Read a plan. ``check``: raises for a source that is neither a folder nor a hub id.
 
     Raises ``OutriderError`` for missing models, and for invalid options or drafts.
@@ -111,12 +111,12 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
         kind = _kind(method, draft, drafts_there)
     if plan.given("num_draft_tokens") == 0:
         kind = NoDrafts()
-    return Wanted(target, method, kind, plan)
+    return Deployment(target, method, kind, plan)
 
 
-def gguf_files(wanted: Wanted) -> list[str]:
+def gguf_files(deployment: Deployment) -> list[str]:
     """Return the target and the draft, as far as they are GGUF files."""
-    return [source for source in (wanted.target, str(getattr(wanted.kind, "source", None))) if source.endswith(".gguf")]
+    return [source for source in (deployment.target, str(getattr(deployment.kind, "source", None))) if source.endswith(".gguf")]
 
 
 def _sources(method: str, draft: str | None, drafts: Mapping[str, str]) -> list[object]:
