@@ -12,7 +12,7 @@ from outrider.engine.policy import FixedLength
 from outrider.runner.cost_book import CostBook
 from outrider.tune import DraftLengthPolicy
 from outrider.tune.acceptance import Acceptance
-from outrider.tune.policy import EXPLORATION_SHARE
+from outrider.tune.probes import EXPLORATION_SHARE
 from outrider.tune.track import Track
 from outrider.types import Context, Request, Round, SamplingParams
 from tests.tune import grid, simulation
@@ -85,15 +85,15 @@ def test_new_requests_are_left_out_only_where_drafts_do_not_pay_and_not_for_long
 @pytest.mark.parametrize("forced", [(6, 4), (1, 3), (3, 1, 12, 20)])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("machine", [EMBEDDED, LARGE, LOOKUP])
-def test_forced_tokens_speak_neither_for_drafts_nor_against_them(machine, batch, forced):
-    """They belong to the text, as many with any K, so that good drafts pay as much as elsewhere and bad ones as little."""
+def test_forced_tokens_do_not_affect_the_draft_length(machine, batch, forced):
+    """Forced tokens are emitted with any K, so they must not change the policy's estimate of the method's own drafts."""
     good = Cell(machine, Text((0.9,)), forced=forced, batch=batch)
     # With three of four tokens forced, a small target has a quarter of the rounds to win back what reading the prompts costs.
     assert automatic(good) > (0.84 if machine is EMBEDDED else 0.95) * best_fixed(good)
     bad = Cell(machine, Text((0.02,)), forced=forced, batch=batch)
     assert automatic(bad) > (0.93 if machine is EMBEDDED else 0.97) * plain(bad)
-    # Elsewhere a draft costs a hundredth of a pass and its row a thirtieth, less than the noise of the wide passes of forced
-    # tokens: what bad ones lose is bounded, not their number, which without a grammar is up to 26.
+    # For other machines a draft is cheaper than the noise of wide passes, so only the loss is bounded, not the number of useless
+    # drafts.
     if machine is EMBEDDED or batch > 1:
         assert sum(k > 0 for k in recorded(bad).requested) <= 15
 
@@ -130,7 +130,7 @@ def simulate_cold(cell: Cell, seconds: float) -> float:
 
 
 @pytest.mark.parametrize("phase", ["draft", "score", "verify"])
-@pytest.mark.parametrize("slow_at", range(1, 7))
+@pytest.mark.parametrize("slow_at", [1, 2, 6])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("machine", [EMBEDDED, LARGE, grid.SERVED["embedded in cache, served"]])
 def test_one_slow_round_does_not_end_drafting(machine, batch, slow_at, phase):
@@ -190,10 +190,10 @@ def test_prefill_by_the_draft_counts_in_whole_however_many_rounds_it_takes():
         request.token_ids.extend([0] * (drafted + 1))
         costs.record_round([drafted], 50, times.score, times.verify + times.host)
         policy.observe(context, Round(drafted, *[[drafted]] * 5, times), False)
-        budget.append(policy._budget)
+        budget.append(policy._budget.left)
         if drafted:
             break
-    assert policy.costs.catch_up(820) > 0.06  # of 0.1 seconds; the last chunk alone took none
+    assert policy._batch.costs.catch_up(820) > 0.06  # of 0.1 seconds; the last chunk alone took none
     assert budget[19] - budget[9] < 1.02 * 10 * EXPLORATION_SHARE  # and it earns nothing
 
 
@@ -287,7 +287,7 @@ class Watching(DraftLengthPolicy):
     def next_lengths(self, context):
         lengths = super().next_lengths(context)
         takes_part = [b for b, request in enumerate(context.requests) if request.may_draft]
-        self.behind = [*getattr(self, "behind", ()), max([self._num_unseen(b) for b in takes_part], default=0)]
+        self.behind = [*getattr(self, "behind", ()), max([self._batch.num_unseen(b) for b in takes_part], default=0)]
         self.drafting = [*getattr(self, "drafting", ()), sum(k > 0 for k in lengths)]
         return lengths
 
@@ -311,7 +311,7 @@ def test_the_baseline_is_a_warm_plain_round_not_one_after_a_draft():
     policy = Recorded(inner := DraftLengthPolicy(MAX_K, costs))
     simulate(policy, Cell(small, Text((0.7,)), lengths=(64,) * 32), costs)
     assert 0.5 < sum(k > 0 for k in policy.requested) / len(policy.requested) < 1  # few rounds without drafts
-    assert inner.costs.round_costs(1, 200).plain == pytest.approx(0.52e-3, rel=0.06)
+    assert inner._batch.costs.round_costs(1, 200).plain == pytest.approx(0.52e-3, rel=0.06)
 
 
 @pytest.mark.parametrize("text", grid.MIXED)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from sys import maxsize
 from typing import NamedTuple
 
 from outrider.runner.cost_book import RoundCosts
@@ -29,6 +30,7 @@ class Allocation:
     catch_up: Sequence[float]  # [B]: the proposer's seconds per emitted token to prefill what it has not seen
     costs: RoundCosts
     grammar_rate: float = 0.0  # rows that a grammar adds for each accepted draft, beyond those in ``costs``
+    depths: Sequence[float] = range(maxsize)  # by K: depth of the mean draft if K are requested; the default: K
 
     def __post_init__(self) -> None:
         self.batch = len(self.gains)
@@ -57,7 +59,7 @@ class Allocation:
                     total_catch_up += gains[depth] * made * own_catch_up
                 width += self.nodes[depth] * share
             reached = k
-            seconds = costs.draft(k, self.batch) + p_plain * costs.plain + total_catch_up
+            seconds = costs.draft(self.depths[k], self.batch) + p_plain * costs.plain + total_catch_up
             seconds += p_drafted * (costs.score(width + self.grammar_rate * gained / self.batch) + costs.overhead)
             speeds.append((self.batch + gained) / seconds)
         return speeds
@@ -106,7 +108,7 @@ class Allocation:
             if depth == 1:
                 num_drafting, p_plain, total_catch_up = num_drafting + 1, p_plain * (1 - made[b]), total_catch_up + catch_up[b]
                 p_drafted = 1 - p_plain
-                fixed_seconds = costs.draft(k, num_drafting) + p_plain * costs.plain + p_drafted * overhead
+                fixed_seconds = costs.draft(self.depths[k], num_drafting) + p_plain * costs.plain + p_drafted * overhead
             gained, total_catch_up = gained + gain, total_catch_up + catch_up[b] * gain
             if not is_padded:
                 tokens += made[b] * nodes
