@@ -197,6 +197,26 @@ def test_prefill_by_the_draft_counts_in_whole_however_many_rounds_it_takes():
     assert budget[19] - budget[9] < 1.02 * 10 * EXPLORATION_SHARE  # and it earns nothing
 
 
+def test_the_order_of_requests_in_a_batch_does_not_matter():
+    """Times are recorded by the longest request, here of 6,000 tokens. Those of short requests, from earlier rounds, are lower."""
+    found = []
+    for num_tokens in ((300, 6000), (6000, 300)):
+        costs = CostBook()
+        for lens in ([0, 0], [4, 4]):
+            costs.record_round(lens, 300, 0.01, 0.001)
+        policy = DraftLengthPolicy(MAX_K, costs)
+        context = Context(tuple(Request(str(n), [0] * n, n, SamplingParams(), 0) for n in num_tokens), (999, 999), None)
+        for _ in range(40):
+            lens = policy.next_lengths(context)
+            times = LARGE.times(lens, lens, 0)
+            for request in context.requests:
+                request.token_ids.append(0)
+            costs.record_round(lens, context.cache_len, times.score, times.overhead)
+            policy.observe(context, Round(max(lens), lens, lens, lens, [0, 0], [min(k, 1) for k in lens], times), False)
+            found.append((lens, policy._budget.left, policy._probes._plan(policy._batch)))
+    assert found[:40] == found[40:] and any(any(lens) for lens, *_ in found)
+
+
 def test_sampling_time_does_not_count_against_sampled_drafts():
     """Greedy first, then sampled, on a machine on which sampling slows down every round, also plain ones."""
     costs = CostBook()

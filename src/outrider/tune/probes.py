@@ -39,7 +39,7 @@ class Budget:
         """
         if batch.plain is None:
             return
-        costs, cache_len = batch.costs, len(batch.requests[0].token_ids)
+        costs, cache_len = batch.costs, batch.context.cache_len
         seconds = costs.round(round_.k, round_.lens, max(round_.proposed_depths), num_drafting, cache_len)
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
@@ -91,7 +91,7 @@ class Probes:
         size, lengths = len(batch.tracks), range(1, min(MAX_PROBE, self._max_k) + 1)
         _, k = best_alike([PROBE_RATE**depth for depth in lengths], size, costs, batch.num_nodes, lengths)
         lens = batch.zero_left_out([sum(rows_by_depth(batch.num_nodes, k))] * size)
-        seconds = batch.costs.round(k, lens, k, len(rows), len(batch.requests[0].token_ids))
+        seconds = batch.costs.round(k, lens, k, len(rows), batch.context.cache_len)
         seconds += batch.costs.catch_up(sum([batch.num_unseen(b) for b in rows]))
         return k, seconds / costs.plain - 1
 
