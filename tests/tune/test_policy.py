@@ -301,6 +301,16 @@ def test_long_requests_and_all_where_drafts_pay_take_part():
     assert all(list(policy.may_draft.values())[-50:]) and len(policy.requested) - num_rounds < 0.3 * 60 * 64
 
 
+def test_pauses_do_not_depend_on_how_the_end_of_requests_is_known(monkeypatch):
+    """Without ``max_tokens`` they end with the context. A pause is limited only if requests are still running after it."""
+    cell = Cell(replace(KEEPING, read=0.065), Text((0.02,)), lengths=(160,) * 30)
+    before = recorded(cell).requested
+    monkeypatch.setattr(
+        simulation, "SamplingParams", lambda max_tokens, temperature: SamplingParams(None, temperature=temperature)
+    )
+    assert recorded(cell).requested == before
+
+
 class Watching(DraftLengthPolicy):
     """Counts, per round, the tokens that a request taking part in drafting is behind at most, and the requests drafted for."""
 

@@ -199,7 +199,6 @@ class DraftLengthPolicy:
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learn from a round: acceptance, cost, and gained or lost time."""
         batch, times = self._batch, round_.times
-        batch.context = context
         num_grammar = self._learn_grammar(round_, is_prefill) if batch.has_grammars else [0] * len(batch.tracks)
         self._prefill_seconds += times.draft_prefill
         if round_.k == 0 or self._is_plain:

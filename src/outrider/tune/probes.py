@@ -119,8 +119,7 @@ class Probes:
         growth = batch.costs.catch_up(sum([request.may_draft for request in batch.requests])) / (batch.plain or 1.0)
         _, loss = self._plan(batch)
         wait = max(MAX_BUDGET - loss, 0.0) / growth // 2 if 0 < growth < EXPLORATION_SHARE else inf
-        left = max([request.params.max_tokens - request.num_output_tokens for request in batch.requests])
-        return wait if wait < left else inf
+        return wait if wait < max(batch.context.limits) else inf
 
     def leave_out(self, batch: TrackedBatch, rows: Sequence[int]) -> None:
         """Stop drafting for new requests in which no probe can be both due and affordable; their hidden states are not kept.

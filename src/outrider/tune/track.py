@@ -65,7 +65,7 @@ class Track:
 class TrackedBatch:
     """The requests of a round, what is known of each, and the costs of their rounds."""
 
-    context: Context  # of this round
+    context: Context  # of this round, before the chosen K limit it
     tracks: list[Track]
     costs: MethodCosts
     num_nodes: Callable[[int], int]  # drafts in a proposal with paths of length k
