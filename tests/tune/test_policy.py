@@ -92,8 +92,8 @@ def test_forced_tokens_do_not_affect_the_draft_length(machine, batch, forced):
     assert automatic(good) > (0.84 if machine is EMBEDDED else 0.95) * best_fixed(good)
     bad = Cell(machine, Text((0.02,)), forced=forced, batch=batch)
     assert automatic(bad) > (0.93 if machine is EMBEDDED else 0.97) * plain(bad)
-    # For other machines a draft is cheaper than the noise of wide passes, so only the loss is bounded, not the number of useless
-    # drafts.
+    # For other machines a draft is cheaper than the noise of wide passes, so only the loss is bounded, not the number of
+    # useless drafts.
     if machine is EMBEDDED or batch > 1:
         assert sum(k > 0 for k in recorded(bad).requested) <= 15
 
@@ -198,7 +198,7 @@ def test_prefill_by_the_draft_counts_in_whole_however_many_rounds_it_takes():
 
 
 def test_the_order_of_requests_in_a_batch_does_not_matter():
-    """Times are recorded by the longest request, here of 6,000 tokens. Those of short requests, from earlier rounds, are lower."""
+    """Times are recorded by the longest request, here of 6,000 tokens. Those of short requests, from before, are lower."""
     found = []
     for num_tokens in ((300, 6000), (6000, 300)):
         costs = CostBook()

@@ -1,4 +1,4 @@
-"""Choose the K of each request of a batch, including 0: the lengths with the highest expected tokens per second of the batch, the
+"""Choose the K of each request of a batch, including 0: those with the highest expected tokens per second of the batch, the
 goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066), from costs and acceptance measured so far.
 """
 

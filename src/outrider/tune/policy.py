@@ -266,14 +266,16 @@ class DraftLengthPolicy:
             num_requested = max(num_drafts, 1) if beside_grammar else min(round_.k, context.limits[b])
             track.own.add(num_requested, num_drafts, num_accepted)
             track.shared.add(num_requested, num_drafts, num_accepted)
-        if self._retried is not None:
-            self._judge_retry(self._batch.tracks[self._retried], round_.depths[self._retried], round_.num_accepted[self._retried])
+        self._judge_retry(round_)
 
-    def _judge_retry(self, track: Track, num_drafts: int, num_accepted: int) -> None:
+    def _judge_retry(self, round_: Round) -> None:
         """Double the interval of retries after a rejected draft; choose again after an accepted one."""
-        if num_accepted:
+        if self._retried is None:
+            return
+        track = self._batch.tracks[self._retried]
+        if round_.num_accepted[self._retried]:
             track.retry_interval, self._rounds_since_decision = FIRST_PAUSE, DECISION_PERIOD
-        elif num_drafts:
+        elif round_.depths[self._retried]:
             track.retry_interval = min(2 * track.retry_interval, MAX_PAUSE)
         track.rounds_to_retry = track.retry_interval
 

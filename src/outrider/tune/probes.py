@@ -96,8 +96,7 @@ class Probes:
         return k, seconds / costs.plain - 1
 
     def judge(self, batch: TrackedBatch, outcomes: Sequence[tuple[int, int]], pays: bool) -> None:
-        """Double the pause after a failed probe. After a successful one, continue until the estimate changes or the budget is
-        empty.
+        """Double the pause after a failed probe; after a successful one, go on until estimates change or the budget is spent.
 
         ``outcomes``: drafts and accepted ones of each request that had any. ``pays``: drafting was decided on after the probe.
         """
