@@ -309,6 +309,8 @@ def test_pauses_do_not_depend_on_how_the_end_of_requests_is_known(monkeypatch):
         simulation, "SamplingParams", lambda max_tokens, temperature: SamplingParams(None, temperature=temperature)
     )
     assert recorded(cell).requested == before
+    long = recorded(Cell(KEEPING, Text((0.02,)), lengths=(2000,))).requested
+    assert sum(k > 0 for k in long) > 10  # doubled pauses without a limit leave time for seven
 
 
 class Watching(DraftLengthPolicy):

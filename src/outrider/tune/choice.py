@@ -31,9 +31,7 @@ class Choice(NamedTuple):
     prices: DraftPrices | None = None  # of further drafts; None while costs are unknown
 
 
-def choose(
-    batch: TrackedBatch, costs: RoundCosts, before: list[int], lengths: Sequence[int], is_optimistic: bool
-) -> Choice:
+def choose(batch: TrackedBatch, costs: RoundCosts, before: list[int], lengths: Sequence[int], is_optimistic: bool) -> Choice:
     """Return the fastest of the ``lengths``, or plain decoding. ``before``, the last chosen ones, are kept unless other lengths
     are predicted to be ``HYSTERESIS`` times as fast.
 

@@ -170,7 +170,8 @@ class DraftLengthPolicy:
         batch, was_drafting = self._batch, self._k > 0
         self._rounds_since_decision = 0
         # A grammar's drafts do not depend on K, so only the rows that they add matter.
-        bare, costs = batch.round_costs(), batch.round_costs([track.grammar_rate for track in batch.tracks])
+        rates, bare = [track.grammar_rate for track in batch.tracks], batch.round_costs()
+        costs = batch.round_costs(rates) if any(rates) else bare
         batch.plain = None if bare is None else bare.plain
         if costs is None:
             self._choice = Choice([0] * len(before))
