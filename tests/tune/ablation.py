@@ -14,33 +14,33 @@ from math import inf, log
 from types import ModuleType
 
 from outrider.runner import cost_book
-from outrider.tune import acceptance, policy, track
+from outrider.tune import acceptance, choice, policy, probes, track
 from tests.tune import grid
 from tests.tune.simulation import MAX_K, Cell, automatic, plain
 
 MANY = 10**9
 # constant -> its module, and the value that disables its mechanism, or the simplest value
 NEUTRAL: dict[str, tuple[ModuleType, object]] = {
-    "LENGTHS": (policy, tuple(range(MAX_K + 1))),
-    "CAPS": (policy, tuple(range(1, MAX_K + 1))),
+    "LENGTHS": (choice, tuple(range(1, MAX_K + 1))),
+    "CAPS": (choice, tuple(range(1, MAX_K + 1))),
     "DECISION_PERIOD": (policy, 1),
     "EARLY_ROUNDS": (policy, 0),
     "TRIAL_ROUNDS": (policy, 0),
-    "HYSTERESIS": (policy, 1.0),
-    "ALIKE": (policy, 0.0),
+    "HYSTERESIS": (choice, 1.0),
+    "ALIKE": (choice, 0.0),
     "DECAY": (track, 1.0),
     "SHARED_DECAY": (policy, 1.0),
     "FIRST_LONGEST": (policy, MAX_K),
-    "PREFILL_HORIZON": (policy, MANY),
+    "PREFILL_HORIZON": (choice, MANY),
     "FIRST_PAUSE": (track, 1),
-    "MAX_PAUSE": (policy, MANY),
-    "NEW_REQUEST_WAIT": (policy, MANY),
-    "MAX_NEW_REQUEST_FACTOR": (policy, 1),
-    "PROBE_RATE": (policy, 0.99),
-    "MAX_PROBE": (policy, 1),
-    "EXPLORATION_SHARE": (policy, 1.0),
-    "FIRST_BUDGET": (policy, 0.0),
-    "MAX_BUDGET": (policy, inf),
+    "MAX_PAUSE": (track, MANY),
+    "NEW_REQUEST_WAIT": (probes, MANY),
+    "MAX_NEW_REQUEST_FACTOR": (probes, 1),
+    "PROBE_RATE": (probes, 0.99),
+    "MAX_PROBE": (probes, 1),
+    "EXPLORATION_SHARE": (probes, 1.0),
+    "FIRST_BUDGET": (probes, 0.0),
+    "MAX_BUDGET": (probes, inf),
     "PLAIN_CHECK_PERIOD": (policy, MANY),
     "THIN_GAIN": (policy, inf),
     "OPTIMISTIC_RATE": (acceptance, 0.5),
@@ -62,7 +62,7 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "START_WEIGHT": (cost_book, 1e-6),
     "LINE_SPIKE": (cost_book, inf),
 }
-USERS = (policy, track, acceptance, cost_book)
+USERS = (policy, choice, probes, track, acceptance, cost_book)
 
 
 @contextmanager

@@ -14,8 +14,10 @@ PRIOR_WEIGHT = 4.0  # weight, in rounds, of another temperature's counts as a pr
 
 @dataclass(slots=True)
 class Acceptance:
-    """Decaying counts by position i: drafts reached and accepted; rounds in which draft i was requested and all before it were
-    made, and rounds in which it was made.
+    """Decaying counts by draft position.
+
+    ``reached``: rounds with drafts in which all earlier drafts were accepted, whether or not the proposer made this one;
+    ``accepted``; ``requested``: rounds in which all earlier drafts were made and this one was requested; ``made``.
 
     Decay is implemented by growing the weight of new counts.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from sys import maxsize
 from typing import NamedTuple
 
 from outrider.runner.cost_book import RoundCosts
@@ -29,6 +29,7 @@ class Allocation:
     catch_up: Sequence[float]  # [B]: the proposer's seconds per emitted token to prefill what it has not seen
     costs: RoundCosts
     grammar_rate: float = 0.0  # rows that a grammar adds for each accepted draft, beyond those in ``costs``
+    depths: Sequence[float] = range(maxsize)  # by K: depth of the mean draft if K are requested; the default: K
 
     def __post_init__(self) -> None:
         self.batch = len(self.gains)
@@ -40,27 +41,9 @@ class Allocation:
 
     def best_uniform(self, lengths: Sequence[int]) -> tuple[float, list[int]]:
         """Return the best tokens per second with one K of ``lengths`` for all requests, and that K per request."""
-        speeds = self.uniform_speeds(lengths)
+        speeds = [self.speed([k] * self.batch) for k in lengths]
         at = speeds.index(max(speeds))
         return speeds[at], [lengths[at]] * self.batch
-
-    def uniform_speeds(self, lengths: Sequence[int]) -> list[float]:
-        """Return tokens per second with one K for all requests, for each of the ascending ``lengths``; equals ``speed``."""
-        costs, p_plain = self.costs, prod([1 - made for made in self.made])
-        p_drafted = 1 - p_plain
-        share = 1.0 if costs.is_padded else sum(self.made) / self.batch / max(p_drafted, EPSILON)
-        gained, total_catch_up, width, reached, speeds = 0.0, sum(self.catch_up), 1.0, 0, []
-        for k in lengths:
-            for depth in range(reached, k):
-                for gains, made, own_catch_up in zip(self.gains, self.made, self.catch_up, strict=True):
-                    gained += gains[depth] * made
-                    total_catch_up += gains[depth] * made * own_catch_up
-                width += self.nodes[depth] * share
-            reached = k
-            seconds = costs.draft(k, self.batch) + p_plain * costs.plain + total_catch_up
-            seconds += p_drafted * (costs.score(width + self.grammar_rate * gained / self.batch) + costs.overhead)
-            speeds.append((self.batch + gained) / seconds)
-        return speeds
 
     def best(self, lengths: Sequence[int]) -> tuple[float, list[int]]:
         """Return the best tokens per second with drafts up to one of ``lengths``, and the K of each request."""
@@ -77,9 +60,16 @@ class Allocation:
 
     def speed(self, lens: Sequence[int]) -> float:
         """Return tokens per second with one K per request; ``lens[b]`` at most N, at least one above 0."""
-        if min(lens) == max(lens):
-            return self.uniform_speeds(lens[:1])[0]
-        return self._speeds(max(lens), [draft for draft in self._ranked if draft.depth <= lens[draft.b]])[-1]
+        gained, catch_up, tokens, p_plain, longest = 0.0, 0.0, 0.0, 1.0, max(lens)
+        for k, gains, made, own_catch_up in zip(lens, self.gains, self.made, self.catch_up, strict=True):
+            if k:
+                gain = made * sum(gains[:k])
+                gained, catch_up = gained + gain, catch_up + own_catch_up * (1 + gain)
+                tokens, p_plain = tokens + made * sum(self.nodes[:k]), p_plain * (1 - made)
+        if self.costs.is_padded:
+            tokens = sum(self.nodes[:longest])
+        drafting = self.costs.draft(self.depths[longest], self.batch - lens.count(0))
+        return self._speed(drafting, p_plain, gained, catch_up, tokens)
 
     @cached_property
     def _ranked(self) -> list[_Draft]:
@@ -95,29 +85,32 @@ class Allocation:
 
     def _speeds(self, k: int, drafts: Iterable[_Draft]) -> list[float]:
         """Return tokens per second with the first draft, the first two, ..., when requesting k."""
-        costs, batch, made, catch_up = self.costs, self.batch, self.made, self.catch_up
-        grammar_rate = self.grammar_rate / batch
-        score, overhead, is_padded = costs.score, costs.overhead, costs.is_padded
-        gained, total_catch_up, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
-        p_plain = 1.0  # probability that no request has a draft and the pass is plain
-        p_drafted = fixed_seconds = width = 0.0
+        costs, made, own_catch_up = self.costs, self.made, self.catch_up
+        gained, catch_up, tokens, drafting, p_plain, num_drafting, deepest = 0.0, 0.0, 0.0, 0.0, 1.0, 0, 0
         speeds = []
         for b, depth, gain, nodes in drafts:
             if depth == 1:
-                num_drafting, p_plain, total_catch_up = num_drafting + 1, p_plain * (1 - made[b]), total_catch_up + catch_up[b]
-                p_drafted = 1 - p_plain
-                fixed_seconds = costs.draft(k, num_drafting) + p_plain * costs.plain + p_drafted * overhead
-            gained, total_catch_up = gained + gain, total_catch_up + catch_up[b] * gain
-            if not is_padded:
+                num_drafting, p_plain, catch_up = num_drafting + 1, p_plain * (1 - made[b]), catch_up + own_catch_up[b]
+                drafting = costs.draft(self.depths[k], num_drafting)
+            gained, catch_up = gained + gain, catch_up + own_catch_up[b] * gain
+            if not costs.is_padded:
                 tokens += made[b] * nodes
-                width = 1 + tokens / batch / max(p_drafted, EPSILON)
             elif depth > deepest:
                 deepest, tokens = depth, tokens + nodes
-                width = 1 + tokens
-            speeds.append(
-                (batch + gained) / (fixed_seconds + total_catch_up + p_drafted * score(width + grammar_rate * gained))
-            )
+            speeds.append(self._speed(drafting, p_plain, gained, catch_up, tokens))
         return speeds
+
+    def _speed(self, drafting: float, p_plain: float, gained: float, catch_up: float, tokens: float) -> float:
+        """Return tokens per second.
+
+        ``drafting``, ``catch_up``: seconds of the proposer; ``p_plain``: probability that no request has a draft, so that the
+        round is plain; ``tokens``: mean drafts in the pass, of all requests together, or of each if padded.
+        """
+        costs, batch, p_drafted = self.costs, self.batch, 1 - p_plain
+        width = 1 + (tokens if costs.is_padded else tokens / batch / max(p_drafted, EPSILON))
+        seconds = drafting + catch_up + p_plain * costs.plain
+        seconds += p_drafted * (costs.score(width + self.grammar_rate * gained / batch) + costs.overhead)
+        return (batch + gained) / seconds
 
 
 class _Draft(NamedTuple):

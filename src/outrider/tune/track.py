@@ -1,16 +1,18 @@
-"""What the policy knows of one request: acceptance of its drafts, and how often a grammar forces tokens."""
+"""What the policy knows of a request: acceptance of its drafts, and how often a grammar forces tokens; and of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 
+from outrider.runner.cost_book import MethodCosts, RoundCosts
 from outrider.tune.acceptance import Acceptance
+from outrider.types import Context, Request
 
 DECAY = 0.93  # decay of a request's counts per round: about 14 rounds
-FIRST_PAUSE = 8  # rounds without drafts before the first probe
+FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before the first probe, and before any
 
 
 @dataclass(slots=True)
@@ -21,8 +23,8 @@ class Track:
     own: Acceptance
     num_seen: int = 0  # committed tokens at the last call of the proposer
     is_new: bool = True  # no round of it has begun
-    rest: int = FIRST_PAUSE  # rounds until a draft for it is tried again while others draft
-    pause: int = FIRST_PAUSE  # initial value of that rest
+    rounds_to_retry: int = FIRST_PAUSE  # rounds until a single draft is requested for it again while others draft
+    retry_interval: int = FIRST_PAUSE  # rounds from one such draft to the next
     # Decaying counts: rows of a grammar's drafts, all other tokens of these rounds; the proposer's drafts, those not forced.
     grammar_rows: float = 0.0
     free_tokens: float = 0.0
@@ -57,3 +59,39 @@ class Track:
 
     def made_rates(self, longest: int) -> list[float]:
         return self.own.made_rates(self.shared.made_rates([1.0] * longest))
+
+
+@dataclass(slots=True)
+class TrackedBatch:
+    """The requests of a round, what is known of each, and the costs of their rounds."""
+
+    context: Context  # of this round, before the chosen K limit it
+    tracks: list[Track]
+    costs: MethodCosts
+    num_nodes: Callable[[int], int]  # drafts in a proposal with paths of length k
+    plain: float | None = None  # seconds of a plain round at the last decision; None until measured
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return self.context.requests
+
+    @property
+    def has_grammars(self) -> bool:
+        return any([request.matcher is not None for request in self.requests])
+
+    def num_unseen(self, b: int) -> int:
+        """Return a request's committed tokens since the last call of the proposer."""
+        return len(self.requests[b].token_ids) - self.tracks[b].num_seen
+
+    def zero_left_out(self, lens: Sequence[int]) -> list[int]:
+        """Return the lengths with 0 for requests that take no part in drafting."""
+        return [k if request.may_draft else 0 for k, request in zip(lens, self.requests, strict=True)]
+
+    def round_costs(self, num_grammar: Sequence[float] = ()) -> RoundCosts | None:
+        return self.costs.round_costs(len(self.tracks), self.context.cache_len, num_grammar)
+
+
+def rows_by_depth(num_nodes: Callable[[int], int], k: int) -> list[int]:
+    """Return the tokens that each depth of a proposal up to k adds to a pass, at least one."""
+    totals = [num_nodes(depth) for depth in range(k + 1)]
+    return [max(1, after - before) for before, after in pairwise(totals)]
