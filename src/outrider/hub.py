@@ -21,7 +21,7 @@ from threading import Event
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, errors_as
 from outrider.files import expanded, is_path
 from outrider.hub_errors import explained, what_it_is
 from outrider.memory import INDEXES, WEIGHT_NAMES, on_this_machine, require_memory, size, weight_files, weight_map
@@ -40,7 +40,7 @@ OTHER_WEIGHTS = ("adapter_model.", "openvino_")  # beginnings of names of weight
 CHUNK = 1 << 18  # bytes that are written at once; the hub client's 10 MiB hide the progress of a slow download
 
 # hub id, and quantisation or file; without these the id must say that it is one of GGUF files
-NAME = re.compile(r"(\w[\w.-]*/(?:[\w.-]+(?=:)|[\w.-]*GGUF))(?::([\w./-]+))?", re.IGNORECASE)
+NAME = re.compile(r"(\w[\w.-]*/(?:[\w.-]+(?=:)|[\w.-]*GGUF(?<!(?-i:\.gguf))))(?::([\w./-]+))?", re.IGNORECASE)
 # End of a file's name after the model's: quantisation, part. Qwen3-8B-Q4_K_M.gguf, Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf
 QUANTISATION = re.compile(r"(?:[-.]((?:UD-)?(?:I?Q|TQ|BF|FP?|MXFP|NVFP)\d\w*))?(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
 CACHED = re.compile(r"(.*/models--([\w.-]+?)--([\w.-]+)/snapshots/\w+)/([\w./-]+\.gguf)")  # a path in the download cache
@@ -88,7 +88,8 @@ def id_of_cached(path: str) -> str:
     Ids mean the newest revision, so that a file of an older one keeps its path.
     """
     found = CACHED.fullmatch(path)
-    return f"{found[2]}/{found[3]}:{found[4]}" if found and _is_main(Path(found[1])) else path
+    is_newest = found is not None and _main(f"{found[2]}/{found[3]}") == Path(found[1])
+    return f"{found[2]}/{found[3]}:{found[4]}" if found and is_newest else path
 
 
 def _named_gguf(source: object) -> re.Match[str] | None:
@@ -98,21 +99,20 @@ def _named_gguf(source: object) -> re.Match[str] | None:
 
 def _cached(repository: str) -> Path:
     """Return the folder of a repository in the download cache. Raises ``OutriderError`` if there is none."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repository, allow_patterns=[], local_files_only=True))
-    except Exception as error:  # the hub client raises many kinds of exceptions
+    folder = _main(repository)
+    if folder is None:
         raise OutriderError(
             f"no model {repository!r}: it is not in the download cache, and the Hugging Face hub is unreachable: check the name"
             f", or download a file first, with hf download {repository} FILE"
-        ) from error
+        )
+    return folder
 
 
 def chosen(repository: str, names: Sequence[str], quantisation: str | None) -> list[str]:
     """Return the file, or its parts in order, of a quantisation; None: the first of ``USUAL``, or the only one there is.
 
-    ``quantisation``: also the name of a file. Raises ``OutriderError`` with the quantisations that exist if there is none.
+    ``quantisation``: also the name of a file. Of a model and its heads, whose names contain the model's, it is the model. Raises
+    ``OutriderError`` with what exists if there is no such file, or files of several models.
     """
     found: dict[str, dict[str, list[str]]] = {}  # quantisation -> name of the model -> parts
     for name in sorted(names):
@@ -126,10 +126,15 @@ def chosen(repository: str, names: Sequence[str], quantisation: str | None) -> l
     wanted = (quantisation.upper(), f"UD-{quantisation.upper()}") if quantisation else usual
     models = next((found[each] for each in wanted if each in found), None)
     if models is None:
-        there = f"it has {', '.join(sorted(filter(None, found)))}" if found else "it has no GGUF files of models"
+        untyped = sorted(parts[0] for parts in found.pop("", {}).values())
+        there = f"it has {', '.join([*sorted(found), *untyped]) or 'no GGUF files of models'}"
         said = f"no file of {quantisation}" if quantisation else f"none of {', '.join(USUAL)}: name one as {repository}:TYPE"
         raise OutriderError(f"{repository} has {said}; {there}")
-    return models[min(models, key=len)]  # heads have longer names than their models
+    shortest = min(models, key=len)
+    if not all(shortest.lower() in name.lower() for name in models):
+        files = ", ".join(parts[0] for parts in models.values())
+        raise OutriderError(f"{repository} has files of several models: name one as {repository}:FILE; it has {files}")
+    return models[shortest]
 
 
 @dataclass
@@ -147,6 +152,8 @@ def is_hub_id(source: object) -> bool:
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     if not isinstance(source, (str, Path)) or not str(source) or is_path(source) or expanded(source).exists():
+        return False
+    if str(source).endswith(".gguf"):  # a file that does not exist
         return False
     try:
         validate_repo_id(str(source))
@@ -398,14 +405,6 @@ def _main(repository: str) -> Path | None:
     return None
 
 
-def _is_main(snapshot: Path) -> bool:
-    """Return whether the cache has a snapshot as the newest one."""
-    try:
-        return (snapshot.parents[1] / "refs" / "main").read_text() == snapshot.name
-    except OSError:
-        return False
-
-
 @contextmanager
 def _shown(repository: str, needed: int) -> Iterator[None]:
     """Log the progress of a download in place of the hub client's bars. Without a logger for it, the bars stay."""
@@ -448,16 +447,20 @@ def _bytes_in(folder: Path) -> int:
 
 @cache
 def is_reachable() -> bool:
-    """Return whether the hub is reachable. Behind a proxy this is unknown, so the answer is True."""
+    """Return whether the hub is reachable. Behind a proxy this is unknown, so the answer is True.
+
+    Raises ``OutriderError`` for an invalid address of the hub.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:  # also set by TRANSFORMERS_OFFLINE
         return False
     if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
         return True
-    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    try:
+    with errors_as(f"HF_ENDPOINT={constants.ENDPOINT} is not a URL such as https://huggingface.co", ValueError):
+        url = urlsplit(constants.ENDPOINT)
         port = url.port or (80 if url.scheme == "http" else 443)
+    try:
         with socket.create_connection((url.hostname or "", port), timeout=5.0):
             return True
     except OSError:
