@@ -85,8 +85,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def eagle3(entry: Entry, tensors: Tensors, values: Values) -> None:
-    """Read an EAGLE-3 head. Whether it has a norm before fc is known from its tensors."""
-    entry("norm_before_fc")
+    """Read an EAGLE-3 head."""
     values |= {
         "eagle_aux_hidden_state_layer_ids": required(entry, "target_layers"),
         "target_hidden_size": required(entry, "target_hidden_size"),
@@ -145,7 +144,7 @@ def _add_llama3_scaling(tensors: Tensors, values: Values) -> None:
 
 
 HEADS = {  # by llama.cpp's name of the architecture
-    "eagle3": Architecture("llama", eagle3, changes_like="llama"),
+    "eagle3": Architecture("llama", eagle3, changes_like="llama", ignored="norm_before_fc"),  # a tensor shows it
     "dflash": Architecture("qwen3", dflash, ignored=r"has_confidence_head|rope\.dimension_sections"),
     "gemma4-assistant": Architecture("gemma4_assistant", gemma4_assistant, scalings=()),
 }

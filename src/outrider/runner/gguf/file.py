@@ -477,5 +477,5 @@ def by_parameter(names: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def forget() -> None:
-    """Release the file that was opened last, which would stay mapped."""
+    """Drop the cached readers, so that no file stays memory-mapped."""
     _parsed.cache_clear()

@@ -6,6 +6,7 @@ Tensors are read one after another, so that loading takes little more memory tha
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -35,13 +36,12 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     """Load the weights of a file into a model on the meta device, in place.
 
     With ``dtype="auto"`` on a CPU with Outrider's kernels, quantised linear layers and embeddings become packed ones with the
-    values of the file, and the other tensors keep their type. Otherwise every tensor is converted to ``dtype``, "auto" being
-    bfloat16 for a quantised file, else the file's own type.
+    values of the file, and the other tensors keep their type. Otherwise tensors are converted to ``dtype``, "auto" being
+    bfloat16 for a quantised file, else the file's own type; those that transformers keeps in float32 become float32.
 
     Raises ``OutriderError`` for tensors that do not match the model, and for weights that exceed the memory.
     """
     file = GgufFile.open(path)
-    record = file.record
     forget()
     names = file.names(model)
     keeps = dtype == "auto" and native.serves(device)
@@ -54,32 +54,51 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     require_memory(file.num_bytes(None if keeps else to), f"the weights in {path} take", "choose a smaller model")
     _fill_buffers(model, file)
     read, places = partial(rows_of, restorer(model.config, file)), _places(model, set(names.values()))
-    packed: dict[str, Tensor] = {}
-    for own, same in by_parameter(names).items():
-        layer = own.rpartition(".")[0]
-        tensors, module = [file.tensors[name] for name in same], model.get_submodule(layer)
-        kinds, order = {tensor.tensor_type.name for tensor in tensors}, record.row_order(own, model.config)
-        if keeps and _is_packable(module, own) and kinds <= codes.FORMATS.keys() and not record.is_decoded(same[0]):
-            if len(kinds) > 1:
-                assert getattr(module, "bias", None) is None
-                _set(model, layer, _joined(file, same, read, order))
-            else:
-                packed[own] = _packed(file, same, read, order)
+    parts = by_parameter(names)
+    in_blocks = {own: same for own, same in parts.items() if keeps and _stays_in_blocks(model, file, own, same)}
+    exact = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(to)]  # of parameters that stay in float32
+    for own, same in parts.items():
+        if own in in_blocks:
             continue
-        values = values_of([read(tensor) for tensor in tensors], module, order)
-        parameter = nn.Parameter(values if keeps else values.to(to), requires_grad=False)
+        module, order = model.get_submodule(own.rpartition(".")[0]), file.record.row_order(own, model.config)
+        values = values_of([read(file.tensors[name]) for name in same], module, order)
+        if not keeps:
+            values = values.to(torch.float32 if any(re.search(pattern, own) for pattern in exact) else to)
+        parameter = nn.Parameter(values, requires_grad=False)
         for place in places[own]:
             _set(model, place, parameter)
-    for own in packed:  # after the biases, which the packed layers copy
+    _fill_blocks(model, file, in_blocks, places, read)  # after the biases, which the packed layers copy
+
+
+def _stays_in_blocks(model: PreTrainedModel, file: GgufFile, parameter: str, names: list[str]) -> bool:
+    """Return whether a packed layer can hold the blocks of the tensors of these names, which are a parameter."""
+    module = model.get_submodule(parameter.rpartition(".")[0])
+    is_expert = sizes_of(module) is not None and parameter.endswith("_proj")
+    if not (is_expert or type(module) is nn.Linear or is_plain_embedding(module)) or file.record.is_decoded(names[0]):
+        return False
+    return all(file.tensors[name].tensor_type.name in codes.FORMATS for name in names)
+
+
+def _fill_blocks(
+    model: PreTrainedModel,
+    file: GgufFile,
+    parts: Mapping[str, list[str]],
+    places: Mapping[str, list[str]],
+    read: Callable[..., Tensor],
+) -> None:
+    """Replace layers by packed ones. ``parts``: the names of each parameter's tensors. Raises ``OutriderError``."""
+    packed: dict[str, Tensor] = {}
+    for own, names in parts.items():
+        layer, order = own.rpartition(".")[0], file.record.row_order(own, model.config)
+        if len({file.tensors[name].tensor_type for name in names}) == 1:
+            packed[own] = _packed(file, names, read, order)
+            continue
+        assert getattr(model.get_submodule(layer), "bias", None) is None
+        _set(model, layer, _joined(file, names, read, order))
+    for own in packed:  # when both weights of a layer's experts are packed
         for place in places[own]:
             _set_packed(model, place.rpartition(".")[0], own, packed)
-    _set_orders(model, file, {name: own for name, own in names.items() if own in packed})
-
-
-def _is_packable(module: nn.Module, parameter: str) -> bool:
-    """Return whether a packed layer can replace the module of a parameter."""
-    is_expert = sizes_of(module) is not None and parameter.endswith("_proj")
-    return is_expert or type(module) is nn.Linear or is_plain_embedding(module)
+    _set_orders(model, file, {name: own for own in packed for name in parts[own]})
 
 
 def _joined(file: GgufFile, names: list[str], read: Callable[..., Tensor], order: Array | None) -> JoinedLinear:
