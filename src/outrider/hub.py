@@ -24,7 +24,16 @@ from urllib.parse import urlsplit
 from outrider.errors import OutriderError, errors_as
 from outrider.files import expanded, is_path
 from outrider.hub_errors import explained, what_it_is
-from outrider.memory import INDEXES, WEIGHT_NAMES, on_this_machine, require_memory, size, weight_files, weight_map
+from outrider.memory import (
+    INDEXES,
+    WEIGHT_NAMES,
+    WEIGHT_SUFFIXES,
+    on_this_machine,
+    require_memory,
+    size,
+    weight_files,
+    weight_map,
+)
 from outrider.progress import PERIOD, reported_every
 
 logger = getLogger(__name__)
@@ -33,9 +42,8 @@ Source = TypeVar("Source")
 
 CONFIG = ("config.json",)
 TOKENIZER = (*CONFIG, "tokenizer_config.json", "tokenizer.json")
-MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # endings of the files beside the weights that are read
-LARGE = (".safetensors", ".bin", ".pt")  # endings of weights, in order of preference
 OTHER_WEIGHTS = ("adapter_model.", "openvino_")  # beginnings of names of weights that are not a model's
 CHUNK = 1 << 18  # bytes that are written at once; the hub client's 10 MiB hide the progress of a slow download
 
@@ -305,13 +313,13 @@ def _weights_of(source: str, there: Repository) -> list[str]:
 
 def _weight_names(repository: str, names: Collection[str]) -> list[str]:
     """Return the files of the weights that are loaded, in the order of preference of transformers and of ``memory``."""
-    first = next((name for name in (*WEIGHT_NAMES, *MEDUSA) if name in names), None)
+    first = next((name for name in (*WEIGHT_NAMES, *MEDUSA_FILES) if name in names), None)
     if first in INDEXES:
         return [first, *sorted(set(weight_map(_downloaded(repository, [first]) / first).values()))]
     if first is not None:
         return [first]
     own = [name for name in names if "/" not in name and not name.startswith(OTHER_WEIGHTS)]
-    kinds = ([name for name in own if name.endswith(ending)] for ending in LARGE)
+    kinds = ([name for name in own if name.endswith(ending)] for ending in WEIGHT_SUFFIXES)
     return next((found for found in kinds if found), [])
 
 

@@ -36,7 +36,7 @@ UNSUPPORTED = {  # tensor names -> feature
 }
 
 
-def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None = None) -> BlockHead:
+def load(source: str | Path | HeadFiles, target: TargetSizes, model: PreTrainedModel | None = None) -> BlockHead:
     """Read a head for this target, in float32. ``model``: the target, whose tables replace stored copies of them.
 
     Raises ``OutriderError`` naming the tensor that is missing or does not fit, or the feature that is not supported.
@@ -47,7 +47,7 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     _check_kind(files)
     _check_weights(files)
     layer: dict[str, Any] = config.get("transformer_layer_config") or config
-    check_sizes(f"{source}/config.json", layer)
+    check_sizes(f"{files.source}/config.json", layer)
     if model is not None:
         has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
         if "d2t" not in tensors:

@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from outrider.errors import first_line, is_out_of_memory
 from outrider.files import expanded, is_path, write_whole
-from outrider.hub import fetch
-from outrider.memory import INDEXES, WEIGHT_NAMES, weight_files, weight_map
+from outrider.hub import MEDUSA_FILES, fetch
+from outrider.memory import INDEXES, WEIGHT_NAMES, WEIGHT_SUFFIXES, weight_files, weight_map
 from outrider.runner.checkpoint_files import is_finite
 from outrider.types import OutriderError, dtype_name
 
@@ -39,8 +39,7 @@ Head = TypeVar("Head", bound=nn.Module)
 Made = TypeVar("Made")
 Result = TypeVar("Result")
 
-SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+SUFFIXES = (*WEIGHT_SUFFIXES, ".gguf")
 ASSISTANT_TENSOR = "pre_projection.weight"  # of Gemma 4's assistants only
 LAYER_KEYS = (  # config keys that describe a head's layers, of any architecture
     "hidden_size",
@@ -148,7 +147,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json, or the header of a GGUF file. Raises ``OutriderError`` if it is missing or not an object."""
     file = _gguf(folder)
     if file is not None:
-        from outrider.heads import gguf_heads  # which imports transformers
+        from outrider.heads import gguf_heads
 
         return gguf_heads.read_config(file)
     folder = folder.parent if folder.is_file() else folder
@@ -256,12 +255,13 @@ def measured_acceptance(folder: Path) -> tuple[float, ...] | None:
 
 def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     """Return the files that hold tensors whose names begin with ``prefix``."""
-    file = folder if folder.is_file() else _gguf(folder)
-    if file is not None:
-        return [file]
-    first = next((folder / name for name in (*WEIGHT_NAMES, *FILES[2:]) if (folder / name).exists()), None)
+    file = _gguf(folder)
+    if file is not None or folder.is_file():
+        return [file or folder]
+    first = next((folder / name for name in (*WEIGHT_NAMES, *MEDUSA_FILES) if (folder / name).exists()), None)
     if first is None:
-        raise OutriderError(f"{folder} has no weights: expected one of {', '.join(FILES)}")
+        expected = ", ".join(name for name in (*WEIGHT_NAMES, *MEDUSA_FILES) if name not in INDEXES)
+        raise OutriderError(f"{folder} has no weights: expected one of {expected}")
     if first.name not in INDEXES:
         return [first]
     names = sorted({file for tensor, file in weight_map(first).items() if tensor.startswith(prefix)})
@@ -272,9 +272,12 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
 
 
 def _gguf(folder: Path) -> Path | None:
-    """Return a GGUF file, or the only one in a folder without other weights; otherwise None."""
-    files = weight_files(folder)
-    return files[0] if len(files) == 1 and files[0].suffix == ".gguf" else None
+    """Return a GGUF file, or the only model in a folder without other weights; otherwise None. See ``runner.gguf.find``."""
+    if not any(file.suffix == ".gguf" for file in weight_files(folder)):
+        return None
+    from outrider.runner import gguf  # which imports transformers
+
+    return gguf.find(folder)
 
 
 def loose_files(folder: Path) -> list[Path]:
@@ -283,7 +286,7 @@ def loose_files(folder: Path) -> list[Path]:
         own = set(_weight_files(folder))
     except OutriderError:
         return []
-    there = {*folder.glob("*.safetensors"), *(folder / name for name in FILES[2:] if (folder / name).exists())}
+    there = {*folder.glob("*.safetensors"), *(folder / name for name in MEDUSA_FILES if (folder / name).exists())}
     return sorted(there - own)
 
 
@@ -362,10 +365,15 @@ class HeadFiles:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def read(cls, source: str | Path, prefix: str = "") -> HeadFiles:
-        """Read a local folder or a hub id, as ``find_folder`` and ``read_folder`` do."""
+    def read(cls, source: str | Path | HeadFiles) -> HeadFiles:
+        """Read a local folder or a hub id, as ``find_folder`` and ``read_folder`` do.
+
+        Files that are read already are copied: loading renames and removes tensors.
+        """
+        if isinstance(source, HeadFiles):
+            return replace(source, tensors=dict(source.tensors))
         folder = find_folder(source)
-        return cls(source, folder, *read_folder(folder, prefix))
+        return cls(source, folder, *read_folder(folder))
 
     def rename(self, named: Callable[[str], str]) -> None:
         """Replace the name of each tensor."""

@@ -34,7 +34,7 @@ FORMATS = ("native", "speculators")
 EAGLE_1 = "LlamaForCausalLM"  # architecture of the authors' EAGLE-1 heads
 
 
-def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None = None) -> EagleHead:
+def load(source: str | Path | HeadFiles, target: TargetSizes, model: PreTrainedModel | None = None) -> EagleHead:
     """Read a head for this target, in float32. ``model``: the target, whose embedding replaces a stored copy.
 
     Raises ``OutriderError`` if parts are missing or do not fit.
@@ -43,11 +43,11 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     config = files.config
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
-        raise OutriderError(f"unsupported speculators head {kind!r} in {source}: expected eagle3")
+        raise OutriderError(f"unsupported speculators head {kind!r} in {files.source}: expected eagle3")
     files.rename(_plain_name)
     for mark, what in OTHER_KINDS.items():
         if any([name.startswith(mark) for name in files.tensors]):
-            raise OutriderError(f"unsupported head in {source}: {what} ({mark}), expected EAGLE-1 to 3")
+            raise OutriderError(f"unsupported head in {files.source}: {what} ({mark}), expected EAGLE-1 to 3")
     files.check_sections(SECTIONS)
     layer = config.get("transformer_layer_config") or config.get("model") or config
     tensors = files.tensors
@@ -55,11 +55,11 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     if bias is not None and not bias.is_meta and not bias.any():  # as ``export`` writes a head without one
         del tensors["fc.bias"]
     if "fc.weight" not in tensors:
-        raise OutriderError(f"{source} is not an EAGLE head: fc.weight is missing")
+        raise OutriderError(f"{files.source} is not an EAGLE head: fc.weight is missing")
     files.check_dims({"fc.weight": 2, "embed_tokens.weight": 2, "lm_head.weight": 2})
     if layer.get("model_type", "llama") not in LLAMA_LIKE:
-        raise OutriderError(f"unsupported layers {layer['model_type']} in {source}: only Llama layers can be loaded")
-    check_sizes(f"{source}/config.json", layer)
+        raise OutriderError(f"unsupported layers {layer['model_type']} in {files.source}: only Llama layers can be loaded")
+    check_sizes(f"{files.source}/config.json", layer)
     if model is not None:
         has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
     llama = _llama(files, layer, target.vocab_size)
@@ -71,7 +71,7 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     head = files.made(lambda: EagleHead(shape))
     if not shape.reduced and shape.draft_vocab_size < target.vocab_size:
         drafted = f"{shape.draft_vocab_size} of {target.vocab_size} tokens"
-        raise OutriderError(f"{source} drafts {drafted}, but the mapping d2t is missing")
+        raise OutriderError(f"{files.source} drafts {drafted}, but the mapping d2t is missing")
     files.offsets_to_ids()
     files.fill(head, IGNORED)
     head.check_fit(target)

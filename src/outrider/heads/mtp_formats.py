@@ -70,8 +70,11 @@ def load(source: str | Path, target: ModelRunner) -> MtpHead:
     folder = find_folder(source)
     layout, prefix = _found_layout(folder, target.num_layers, str(source))
     files = HeadFiles(source, folder, *read_folder(folder, prefix))
-    names = {_own_name(layout, name.removeprefix(prefix)): name for name in files.tensors}
-    found = files.tensors = {own: files.tensors[name] for own, name in names.items() if own is not None}
+    found = files.tensors = {
+        own: tensor
+        for name, tensor in files.tensors.items()
+        if (own := _own_name(layout, name.removeprefix(prefix))) is not None
+    }
     body = _body(folder, files.config, target)
     own_embedding = has_own_table(found, "embed_tokens.weight", target.model.get_input_embeddings())
     own_output = has_own_table(found, "lm_head.weight", target.model.get_output_embeddings())
@@ -160,7 +163,7 @@ def _body(folder: Path, config: Mapping[str, Any], target: ModelRunner) -> Body:
     kinds = (own.model_type, loading.text_config(own).model_type)
     if config.get("model_type") in kinds:
         return Body.of(own, type(target.model), target.cache.shape)
-    described = loading.load_config(folder)
+    described = loading.load_config(folder.parent if folder.is_file() else folder)
     return Body.of(described, loading.model_class(described))
 
 
