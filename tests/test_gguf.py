@@ -100,7 +100,7 @@ def test_the_memory_of_converted_weights_is_checked_before_they_are_read(dtype, 
     needed = num_bytes * sum(int(np.prod(tensor.shape)) for tensor in gguf_reader.GgufFile.open(path).tensors.values())
     assert path.stat().st_size < needed
     monkeypatch.setattr(memory, "total_memory", lambda: needed - 1)
-    monkeypatch.setattr("outrider.runner.gguf.weights.values_of", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("outrider.runner.gguf.weights.join_parts", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(OutriderError, match=r"the weights in .* take .* MB, but this process has .* choose a smaller model"):
         load(path, dtype=dtype)
 

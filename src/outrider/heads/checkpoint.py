@@ -1,8 +1,7 @@
 """Read and write folders of heads: config.json and tensors in any of the usual files.
 
-A path may also name a single weights file; its config is the one in the same folder, except of a GGUF file, which holds both
-(``gguf_heads``). Under ``torch.device("meta")`` only file
-headers are read: tensors have shapes and dtypes, but no values.
+A path may also name a single weights file; its config is the one in the same folder, except for a GGUF file, which holds both
+(``gguf_heads``). Under ``torch.device("meta")`` only file headers are read: tensors have shapes and dtypes, but no values.
 """
 
 from __future__ import annotations

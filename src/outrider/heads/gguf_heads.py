@@ -179,8 +179,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     file.refuse_unsupported_types(name for name in found if name != MAPPING)
     if torch.get_default_device().type == "meta":
         return {own: _header(file, name) for name, own in found.items()}
-    restore = gguf.restorer(file.config(), file)
-    return {own: _values(file, name, restore) for name, own in found.items()}
+    undo = gguf.converter_undo(file.config(), file)
+    return {own: _values(file, name, undo) for name, own in found.items()}
 
 
 def opened(path: Path) -> gguf.GgufFile:
@@ -205,11 +205,11 @@ def _names(file: gguf.GgufFile) -> dict[str, str]:
     return found
 
 
-def _values(file: gguf.GgufFile, name: str, restore: Callable[[Any, str], Any]) -> Tensor:
+def _values(file: gguf.GgufFile, name: str, undo: Callable[[Any, str], Any]) -> Tensor:
     """Return a tensor's values in the layout of a folder."""
     tensor = file.tensors[name]
     if name != MAPPING:
-        return gguf.rows_of(restore, tensor)
+        return gguf.read_tensor(undo, tensor)
     ids = torch.from_numpy(tensor.data.astype(np.int64))
     return ids - torch.arange(len(ids))
 

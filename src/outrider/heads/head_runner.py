@@ -30,7 +30,7 @@ Head = TypeVar("Head", bound=FeatureHead)
 
 
 class Step(NamedTuple):
-    """What a head computes of a token that a draft follows."""
+    """Output of a head at one token: the feedback and the logits of the next token."""
 
     feedback: Tensor  # [..., H]: replaces the target's next feature
     logits: Tensor  # float32 [..., V], of the next token

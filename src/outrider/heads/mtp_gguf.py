@@ -85,9 +85,9 @@ def _names(file: gguf.GgufFile, prefix: str, body: Body, layer: int) -> dict[str
 
 def _values(file: gguf.GgufFile, names: dict[str, str], body: Body, layer: int) -> dict[str, Tensor]:
     """Return the values of the block's tensors under the head's names."""
-    read = partial(gguf.rows_of, gguf.restorer(text_config(body.model), file))
+    read = partial(gguf.read_tensor, gguf.converter_undo(text_config(body.model), file))
     modules = dict(decoder_layers(body.model)[layer].named_modules(prefix=LAYER.removesuffix(".")))
     return {
-        own: gguf.values_of([read(file.tensors[name]) for name in same], modules.get(own.rpartition(".")[0]))
-        for own, same in gguf.by_parameter(names).items()
+        own: gguf.join_parts([read(file.tensors[name]) for name in same], modules.get(own.rpartition(".")[0]))
+        for own, same in gguf.tensors_by_parameter(names).items()
     }

@@ -20,7 +20,8 @@ FIRST_ENTRY = re.compile(rb"GGUF.{20}\x14\0{7}general\.architecture\x08\0{3}(.{8
 def find(source: object) -> Path | None:
     """Return the GGUF file of a source: the file itself, or the only model in a folder without other weights; otherwise None.
 
-    Of a file in parts it is the first part, whichever is named. Models are files of supported architectures, or all if none is.
+    Of a file in parts it is the first part, whichever is named. Only files of supported architectures count as models; if there
+    are none, every file counts, so that the error names it.
 
     Raises ``OutriderError`` for a folder with several models in GGUF files.
     """
