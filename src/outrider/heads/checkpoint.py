@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Head = TypeVar("Head", bound=nn.Module)
-Made = TypeVar("Made")
+Built = TypeVar("Built")
 Result = TypeVar("Result")
 
 SUFFIXES = (*WEIGHT_SUFFIXES, ".gguf")
@@ -75,7 +75,7 @@ class DraftKind:
 
     name: str  # name of the method that uses it
     what: str  # noun for messages
-    mark: str  # regular expression for tensor names that occur only in such folders
+    tensor_pattern: str  # regular expression for tensor names that occur only in such folders
 
     def __str__(self) -> str:
         return self.what
@@ -118,7 +118,7 @@ def kinds_of(folder: Path) -> list[DraftKind]:
     kinds = (MEDUSA, BLOCK, EAGLE, MODEL, MTP)  # in order of precedence: heads may store an embedding, and models a head
     if ASSISTANT_TENSOR in names:  # it also has an embedding and layers, like a model
         return [MTP]
-    found = [kind for kind in kinds if any(re.search(kind.mark, name) for name in names)]
+    found = [kind for kind in kinds if any(re.search(kind.tensor_pattern, name) for name in names)]
     if BLOCK in found and EAGLE not in found:  # without a projection of features these are layers of any model
         found.remove(BLOCK)
     return [kind for kind in found if kind is not EAGLE or BLOCK not in found]
@@ -378,13 +378,14 @@ class HeadFiles:
         """Replace the name of each tensor."""
         self.tensors = {named(name): tensor for name, tensor in self.tensors.items()}
 
-    def integer(self, config: Mapping[str, Any], key: str, least: int = 1, usual: int | None = None) -> int:
-        """Return a number of a part of the config, ``usual`` if it is missing. Raise if there is none, or an invalid one."""
+    def integer(self, config: Mapping[str, Any], key: str, minimum: int = 1, default: int | None = None) -> int:
+        """Return a number of a part of the config, ``default`` if it is missing. Raise if there is none, or an invalid one."""
         value = config.get(key)
-        if not value and usual is not None:
-            value = usual
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise OutriderError(f"{self.source}: config.json says {key}={value!r}: expected a whole number of at least {least}")
+        if not value and default is not None:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            expected = f"expected a whole number of at least {minimum}"
+            raise OutriderError(f"{self.source}: config.json says {key}={value!r}: {expected}")
         return value
 
     def check_sections(self, sections: Sequence[str]) -> None:
@@ -411,7 +412,7 @@ class HeadFiles:
         """Return how many numbers from 0 to the highest one there are at the group of a pattern of tensor names."""
         return 1 + max((int(found[1]) for name in self.tensors if (found := re.match(pattern, name)) is not None), default=-1)
 
-    def named_states(self, states: Any, layers: Any, default: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    def hidden_state_ids(self, states: Any, layers: Any, default: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Return the hidden states that the config names, in transformers' numbering; else ``default()`` with a warning.
 
         ``layers``: instead of ``states``, the layers whose outputs they are, counted from 0. Raise for ids that are not
@@ -437,7 +438,7 @@ class HeadFiles:
                 raise OutriderError(f"the head's d2t has shape {list(offsets.shape)}: expected one offset per draft token")
             self.tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
 
-    def made(self, make: Callable[[], Made], problem: str = "cannot build a head from its config") -> Made:
+    def build(self, make: Callable[[], Built], problem: str = "cannot build a head from its config") -> Built:
         """Return what ``make`` builds from the config. Raise if that fails."""
         try:
             return make()

@@ -72,7 +72,7 @@ class MedusaHeads(nn.Module):
         logits: Tensor = self.lm_heads[index](self.blocks[index](hidden))
         return logits
 
-    def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
+    def to_target_vocabulary(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Expand [..., V'] to float32 [..., V] over the target's vocabulary, ``IMPOSSIBLE_LOGIT`` for tokens the heads lack."""
         if self.token_map is None:
             return logits.float()
