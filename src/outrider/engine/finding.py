@@ -144,11 +144,11 @@ def known_drafters(target: TargetFiles) -> list[str]:
     """
     table = tomllib.loads(PAIRS.read_text(encoding="utf-8"))
     folder, file = target.folder.absolute(), gguf.find(target.folder)
-    names = [_hub_id(folder.parents[1]) if folder.parent.name == "snapshots" else folder.name]
+    own_names = [_hub_id(folder.parents[1]) if folder.parent.name == "snapshots" else folder.name]
     if file is not None:
-        names.append(QUANTISATION.sub("", file.name))
+        own_names.append(QUANTISATION.sub("", file.name))
     for hub_id, by_method in table.items():
-        if not {hub_id.lower(), hub_id.rpartition("/")[2].lower()}.isdisjoint(map(str.lower, names)):
+        if not {hub_id.lower(), hub_id.rpartition("/")[2].lower()}.isdisjoint(map(str.lower, own_names)):
             automatic = [names for method, names in by_method.items() if method != DEFAULT_METHOD_WITH_FOREIGN_DRAFT]
             return [drafter for drafters in automatic for drafter in drafters]
     return []
