@@ -177,9 +177,7 @@ def expected_of(source: object) -> str:
         f"; of the hub only the branch main is used: download another with hf download {repo_id} --revision {revision}"
         " --local-dir FOLDER, and give the folder"
     )
-    return (
-        f"expected a folder, a .gguf file or a Hugging Face id owner/name{advice if revision and is_hub_id(repo_id) else ''}"
-    )
+    return f"expected a folder, a .gguf file or a Hugging Face id owner/name{advice if revision and is_hub_id(repo_id) else ''}"
 
 
 def fetch_configs(source: object, required: Collection[str] = CONFIG) -> None:

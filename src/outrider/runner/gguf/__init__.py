@@ -7,18 +7,18 @@ before weights are read.
 from outrider.runner.gguf.file import PLAIN, GgufFile, tensors_by_parameter
 from outrider.runner.gguf.source import architecture_of, find, load_config
 from outrider.runner.gguf.tokenizer import load_tokenizer
-from outrider.runner.gguf.weights import load_weights, converter_undo, read_tensor, join_parts
+from outrider.runner.gguf.weights import converter_undo, join_parts, load_weights, read_tensor
 
 __all__ = [
     "PLAIN",
     "GgufFile",
     "architecture_of",
-    "tensors_by_parameter",
-    "load_weights",
+    "converter_undo",
     "find",
+    "join_parts",
     "load_config",
     "load_tokenizer",
-    "converter_undo",
+    "load_weights",
     "read_tensor",
-    "join_parts",
+    "tensors_by_parameter",
 ]

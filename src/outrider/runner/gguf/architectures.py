@@ -180,9 +180,7 @@ ARCHITECTURES = {
         flags=BIAS | {"lm_head_bias": "output.bias"},
         config_tensors=tuple(configs.PHI3_FACTORS.values()),
     ),
-    "exaone-moe": Architecture(
-        "exaone_moe", configs.exaone_moe, router=SIGMOID, renamed=DEEPSEEK_BIAS, ignored=SHARED_WIDTH
-    ),
+    "exaone-moe": Architecture("exaone_moe", configs.exaone_moe, router=SIGMOID, renamed=DEEPSEEK_BIAS, ignored=SHARED_WIDTH),
     "jais2": Architecture("jais2", configs.jais2, flags=BIASES),
     "dots1": Architecture("dots1", configs.add_deepseek_experts, router=SIGMOID, renamed=DEEPSEEK_BIAS),
     "falcon-h1": Architecture("falcon_h1", configs.falcon_h1, **FALCON_H1),
