@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -48,7 +49,6 @@ SHARDED = CONFIGS | SHARDS | DUPLICATES | {"model.safetensors.index.json": INDEX
 def served(monkeypatch, tmp_path):
     """Provide a hub, and an empty download cache."""
     with running(Hub({"a/sharded": SHARDED})) as there:
-        monkeypatch.setenv("HF_ENDPOINT", there.url)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         for name, value in {
             "ENDPOINT": there.url,
@@ -240,7 +240,7 @@ def test_with_a_failing_hub_a_cached_gguf_file_is_used(served):
 
 
 def test_an_unreachable_hub_is_not_asked(served, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     assert hub.is_cached_only("a/sharded")
     with pytest.raises(OutriderError, match=r"cannot download a/sharded: it is not in the download cache, and .* unreachable"):
         hub.fetch("a/sharded")
@@ -251,14 +251,30 @@ def test_a_mirror_without_a_port_is_reached_at_its_schemes_port(served, monkeypa
     asked = []
     monkeypatch.setattr(hub.socket, "create_connection", lambda address, timeout: asked.append(address) or nullcontext())
     for url in ("http://mirror/hf", "https://mirror"):
-        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setattr(constants, "ENDPOINT", url)
         hub.is_reachable.cache_clear()
         assert hub.is_reachable()
     assert asked == [("mirror", 80), ("mirror", 443)]
 
 
+@pytest.mark.parametrize("url", ["http://host:abc", "http://[host"])
+def test_an_invalid_address_of_the_hub_is_refused_in_one_line(url, served, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    with pytest.raises(OutriderError, match=rf"^HF_ENDPOINT={re.escape(url)} is not a URL such as https://huggingface\.co: "):
+        hub.fetch("a/sharded")
+
+
+def test_a_gguf_file_that_does_not_exist_is_not_searched_on_the_hub(served, capsys):
+    said = "models/x.gguf: it does not exist"
+    with pytest.raises(OutriderError, match=said):
+        LLM("models/x.gguf")
+    assert main(["generate", "hi", "--target", "models/x.gguf"]) == 2
+    assert "no model folder 'models/x.gguf': expected a folder, a .gguf file" in capsys.readouterr().err.splitlines()[-1]
+    assert not served.asked
+
+
 @pytest.mark.parametrize(
-    "source", ["https://huggingface.co/a/b", "a/b/", "a/b:latest", "a/b@v1", "a b", "./a", "", None, "a/b/c"]
+    "source", ["https://huggingface.co/a/b", "a/b/", "a/b:latest", "a/b@v1", "a b", "./a", "", None, "a/b/c", "a/b.gguf"]
 )
 def test_other_sources_are_no_hub_ids(source):
     assert not hub.is_hub_id(source)

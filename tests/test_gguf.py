@@ -23,7 +23,7 @@ from tiny_folder import make_tokenizer  # noqa: E402
 from tiny_hybrids import noisy  # noqa: E402
 from torch import nn  # noqa: E402
 from toy import outputs_of  # noqa: E402
-from transformers import GenerationConfig  # noqa: E402
+from transformers import Gemma3Config, GenerationConfig  # noqa: E402
 
 from outrider import LLM, SamplingParams, memory, native  # noqa: E402
 from outrider.engine.config import eos_token_ids, load_tokenizer  # noqa: E402
@@ -101,7 +101,7 @@ def test_the_memory_of_converted_weights_is_checked_before_they_are_read(dtype, 
     needed = num_bytes * sum(int(np.prod(tensor.shape)) for tensor in gguf_reader.GgufFile.open(path).tensors.values())
     assert path.stat().st_size < needed
     monkeypatch.setattr(memory, "total_memory", lambda: needed - 1)
-    monkeypatch.setattr("outrider.runner.gguf.weights.values_of", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("outrider.runner.gguf.weights.join_parts", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(OutriderError, match=r"the weights in .* take .* MB, but this process has .* choose a smaller model"):
         load(path, dtype=dtype)
 
@@ -529,6 +529,29 @@ def test_entries_beyond_an_architecture_s_usual_ones(name, tmp_path):
         expected = plain_logits(exact, text)[-1]
         tolerance = 1e-3 * float(expected.abs().max())
         torch.testing.assert_close(runner.extend([str(length)], [text])[0], expected, rtol=1e-3, atol=tolerance)
+
+
+def test_the_config_of_a_multimodal_model_beside_a_file(tmp_path):
+    model, text = gguf_files.make_model("gemma3"), make_text(30, 1)
+    exact = gguf_files.write(tmp_path / "model.gguf", model, KINDS["F16"])
+    Gemma3Config(text_config=model.config.to_dict(), eos_token_id=[0, 9]).save_pretrained(tmp_path)
+    runner = load(tmp_path, dtype="float32")
+    torch.testing.assert_close(runner.extend(["a"], [text])[0], plain_logits(exact, text)[-1], rtol=1e-3, atol=1e-3)
+    assert runner.model.config.eos_token_id == [0, 9]
+
+
+@pytest.mark.parametrize("architecture, dtype", [("deepseek2", "bfloat16"), ("glm4moe", "float16")])
+def test_the_bias_of_a_router_stays_in_float32_as_in_transformers(architecture, dtype, tmp_path):
+    model = gguf_files.make_model(architecture)
+    for name, value in model.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            value.normal_()
+    exact = gguf_files.write(tmp_path / "model.gguf", model, KINDS["Q8_0"])
+    own = load(tmp_path / "model.gguf", dtype=dtype).model.state_dict()
+    biases = {name: value for name, value in exact.state_dict().items() if name.endswith("e_score_correction_bias")}
+    assert biases
+    for name, expected in biases.items():
+        assert own[name].dtype == torch.float32 and torch.equal(own[name], expected)
 
 
 def test_phimoe_s_factors_of_long_contexts_need_the_config(tmp_path):

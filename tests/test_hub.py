@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from outrider import hub
 from outrider.errors import OutriderError
@@ -88,26 +88,46 @@ def test_a_repository_with_another_name_is_searched_for_the_quantisation_that_is
 def test_without_the_hub_the_cache_is_searched(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "is_reachable", lambda: False)
     monkeypatch.setattr(hub, "_listed", lambda *_: pytest.fail("the hub was asked"))
-    (tmp_path / "b-Q8_0.gguf").touch()
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
-    assert hub.local_gguf("a/b-GGUF") == str(tmp_path / "b-Q8_0.gguf")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(OutriderError, match=r"no model 'a/b-GGUF': it is not in the download cache, and the .* unreachable: "):
+        hub.local_gguf("a/b-GGUF")
+    repository = tmp_path / "models--a--b-GGUF"
+    file = repository / "snapshots" / "c0" / "b-Q8_0.gguf"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c0")
+    assert hub.local_gguf("a/b-GGUF") == str(file)
     with pytest.raises(OutriderError, match=r"has no file of F16; it has Q8_0 in the download cache, and .* is unreachable$"):
         hub.local_gguf("a/b-GGUF:F16")
 
-    def absent(*_, **__):
-        raise FileNotFoundError("no such\nrepository")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
-    with pytest.raises(
-        OutriderError, match=r"no model 'a/b-GGUF': it is not in the download cache, and the .* is unreachable: "
-    ) as error:
-        hub.local_gguf("a/b-GGUF")
-    assert "\n" not in str(error.value)
+def test_files_without_a_type_are_listed_by_name():
+    names = ["ggml-model-i2_s.gguf", "model-F16.gguf"]
+    with pytest.raises(OutriderError, match=r"^a/b has no file of I2_S; it has F16, ggml-model-i2_s\.gguf$"):
+        hub.chosen("a/b", names, "I2_S")
+    assert hub.chosen("a/b", names, names[0]) == names[:1]
 
 
-@pytest.mark.parametrize("source", ["Qwen/Qwen3-8B", "model.gguf", "./b-GGUF", None, 3, "a/b/c-GGUF"])
+@pytest.mark.parametrize(
+    "names",
+    [["gemma-3-1b-it-Q8_0.gguf", "gemma-3-27b-it-Q8_0.gguf"], ["Qwen3-8B-Q8_0.gguf", "eagle3-Q8_0.gguf"]],
+    ids=["two models", "head with a shorter name"],
+)
+def test_of_files_of_several_models_one_must_be_named(names):
+    said = rf"^a/b has files of several models: name one as a/b:FILE; it has {', '.join(names)}$"
+    with pytest.raises(OutriderError, match=said):
+        hub.chosen("a/b", names, None)
+    assert hub.chosen("a/b", names, names[0]) == names[:1]
+
+
+@pytest.mark.parametrize("source", ["Qwen/Qwen3-8B", "model.gguf", "models/x.gguf", "./b-GGUF", None, 3, "a/b/c-GGUF"])
 def test_other_sources_stay_as_they_are(source, asked):
     assert hub.local_gguf(source) is source and not asked
+
+
+def test_a_repository_may_be_named_like_a_file_in_capitals():
+    assert hub.is_gguf_id("a/b-iMat.GGUF") and hub.is_gguf_id("a/b.gguf:Q8_0") and not hub.is_gguf_id("a/b.gguf")
 
 
 def test_a_folder_of_that_name_is_no_hub_id(asked, tmp_path, monkeypatch):

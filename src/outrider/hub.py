@@ -21,10 +21,19 @@ from threading import Event
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, errors_as
 from outrider.files import expanded, is_path
 from outrider.hub_errors import explained, what_it_is
-from outrider.memory import INDEXES, WEIGHT_NAMES, on_this_machine, require_memory, size, weight_files, weight_map
+from outrider.memory import (
+    INDEXES,
+    WEIGHT_NAMES,
+    WEIGHT_SUFFIXES,
+    on_this_machine,
+    require_memory,
+    size,
+    weight_files,
+    weight_map,
+)
 from outrider.progress import PERIOD, reported_every
 
 logger = getLogger(__name__)
@@ -33,14 +42,13 @@ Source = TypeVar("Source")
 
 CONFIG = ("config.json",)
 TOKENIZER = (*CONFIG, "tokenizer_config.json", "tokenizer.json")
-MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # endings of the files beside the weights that are read
-LARGE = (".safetensors", ".bin", ".pt")  # endings of weights, in order of preference
 OTHER_WEIGHTS = ("adapter_model.", "openvino_")  # beginnings of names of weights that are not a model's
 CHUNK = 1 << 18  # bytes that are written at once; the hub client's 10 MiB hide the progress of a slow download
 
 # hub id, and quantisation or file; without these the id must say that it is one of GGUF files
-NAME = re.compile(r"(\w[\w.-]*/(?:[\w.-]+(?=:)|[\w.-]*GGUF))(?::([\w./-]+))?", re.IGNORECASE)
+NAME = re.compile(r"(\w[\w.-]*/(?:[\w.-]+(?=:)|[\w.-]*GGUF(?<!(?-i:\.gguf))))(?::([\w./-]+))?", re.IGNORECASE)
 # End of a file's name after the model's: quantisation, part. Qwen3-8B-Q4_K_M.gguf, Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf
 QUANTISATION = re.compile(r"(?:[-.]((?:UD-)?(?:I?Q|TQ|BF|FP?|MXFP|NVFP)\d\w*))?(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
 CACHED = re.compile(r"(.*/models--([\w.-]+?)--([\w.-]+)/snapshots/\w+)/([\w./-]+\.gguf)")  # a path in the download cache
@@ -56,23 +64,23 @@ def local_gguf(source: Source) -> Source | str:
     found = _named_gguf(source)
     if found is None:
         return source
-    there, parts = _chosen_parts(*found.groups())
-    folder = _cached(found[1]) if there is None else _downloaded(found[1], parts)
+    repository, parts = _chosen_parts(*found.groups())
+    folder = _cached(found[1]) if repository is None else _downloaded(found[1], parts)
     return str(folder / parts[0])
 
 
-def _chosen_parts(repository: str, quantisation: str | None) -> tuple[Repository | None, list[str]]:
+def _chosen_parts(repo_id: str, quantisation: str | None) -> tuple[Repository | None, list[str]]:
     """Return the repository, None if the cache must do, and the names of the file or its parts.
 
     Raises ``OutriderError`` if the repository or the quantisation does not exist.
     """
-    there = _current(repository)
-    if there is not None:
-        return there, chosen(repository, list(there.sizes), quantisation)
-    folder = _cached(repository)
+    repository = _current(repo_id)
+    if repository is not None:
+        return repository, chosen(repo_id, list(repository.sizes), quantisation)
+    folder = _cached(repo_id)
     names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
     try:
-        return None, chosen(repository, names, quantisation)
+        return None, chosen(repo_id, names, quantisation)
     except OutriderError as error:
         raise OutriderError(f"{error} in the download cache, and the Hugging Face hub is unreachable") from None
 
@@ -88,7 +96,8 @@ def id_of_cached(path: str) -> str:
     Ids mean the newest revision, so that a file of an older one keeps its path.
     """
     found = CACHED.fullmatch(path)
-    return f"{found[2]}/{found[3]}:{found[4]}" if found and _is_main(Path(found[1])) else path
+    is_newest = found is not None and _main(f"{found[2]}/{found[3]}") == Path(found[1])
+    return f"{found[2]}/{found[3]}:{found[4]}" if found and is_newest else path
 
 
 def _named_gguf(source: object) -> re.Match[str] | None:
@@ -96,23 +105,22 @@ def _named_gguf(source: object) -> re.Match[str] | None:
     return None if found is None or os.path.exists(expanded(found[0])) else found
 
 
-def _cached(repository: str) -> Path:
+def _cached(repo_id: str) -> Path:
     """Return the folder of a repository in the download cache. Raises ``OutriderError`` if there is none."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repository, allow_patterns=[], local_files_only=True))
-    except Exception as error:  # the hub client raises many kinds of exceptions
+    folder = _main(repo_id)
+    if folder is None:
         raise OutriderError(
-            f"no model {repository!r}: it is not in the download cache, and the Hugging Face hub is unreachable: check the name"
-            f", or download a file first, with hf download {repository} FILE"
-        ) from error
+            f"no model {repo_id!r}: it is not in the download cache, and the Hugging Face hub is unreachable: check the name"
+            f", or download a file first, with hf download {repo_id} FILE"
+        )
+    return folder
 
 
-def chosen(repository: str, names: Sequence[str], quantisation: str | None) -> list[str]:
+def chosen(repo_id: str, names: Sequence[str], quantisation: str | None) -> list[str]:
     """Return the file, or its parts in order, of a quantisation; None: the first of ``USUAL``, or the only one there is.
 
-    ``quantisation``: also the name of a file. Raises ``OutriderError`` with the quantisations that exist if there is none.
+    ``quantisation``: also the name of a file. A model precedes its heads, whose names contain the model's. Raises
+    ``OutriderError`` with what exists if there is no such file, or files of several models.
     """
     found: dict[str, dict[str, list[str]]] = {}  # quantisation -> name of the model -> parts
     for name in sorted(names):
@@ -126,10 +134,15 @@ def chosen(repository: str, names: Sequence[str], quantisation: str | None) -> l
     wanted = (quantisation.upper(), f"UD-{quantisation.upper()}") if quantisation else usual
     models = next((found[each] for each in wanted if each in found), None)
     if models is None:
-        there = f"it has {', '.join(sorted(filter(None, found)))}" if found else "it has no GGUF files of models"
-        said = f"no file of {quantisation}" if quantisation else f"none of {', '.join(USUAL)}: name one as {repository}:TYPE"
-        raise OutriderError(f"{repository} has {said}; {there}")
-    return models[min(models, key=len)]  # heads have longer names than their models
+        untyped = sorted(parts[0] for parts in found.pop("", {}).values())
+        content = f"it has {', '.join([*sorted(found), *untyped]) or 'no GGUF files of models'}"
+        said = f"no file of {quantisation}" if quantisation else f"none of {', '.join(USUAL)}: name one as {repo_id}:TYPE"
+        raise OutriderError(f"{repo_id} has {said}; {content}")
+    shortest = min(models, key=len)
+    if not all(shortest.lower() in name.lower() for name in models):
+        files = ", ".join(parts[0] for parts in models.values())
+        raise OutriderError(f"{repo_id} has files of several models: name one as {repo_id}:FILE; it has {files}")
+    return models[shortest]
 
 
 @dataclass
@@ -148,6 +161,8 @@ def is_hub_id(source: object) -> bool:
 
     if not isinstance(source, (str, Path)) or not str(source) or is_path(source) or os.path.exists(expanded(source)):
         return False
+    if str(source).endswith(".gguf"):  # a file that does not exist
+        return False
     try:
         validate_repo_id(str(source))
     except ValueError:
@@ -157,14 +172,12 @@ def is_hub_id(source: object) -> bool:
 
 def expected_of(source: object) -> str:
     """Say what was expected in place of a source that is neither on this machine nor a hub id."""
-    repository, _, revision = str(source).partition("@")
+    repo_id, _, revision = str(source).partition("@")
     advice = (
-        f"; of the hub only the branch main is used: download another with hf download {repository} --revision {revision}"
+        f"; of the hub only the branch main is used: download another with hf download {repo_id} --revision {revision}"
         " --local-dir FOLDER, and give the folder"
     )
-    return (
-        f"expected a folder, a .gguf file or a Hugging Face id owner/name{advice if revision and is_hub_id(repository) else ''}"
-    )
+    return f"expected a folder, a .gguf file or a Hugging Face id owner/name{advice if revision and is_hub_id(repo_id) else ''}"
 
 
 def fetch_configs(source: object, required: Collection[str] = CONFIG) -> None:
@@ -172,17 +185,18 @@ def fetch_configs(source: object, required: Collection[str] = CONFIG) -> None:
 
     Raises ``OutriderError`` if it cannot be downloaded and is not in the cache, or has none of the ``required`` files.
     """
-    there = _repository(source)
-    if there is not None:
-        _require(str(source), there, required)
-        names = [name for name in there.sizes if "/" not in name and name.endswith(SMALL)]
-        _downloaded(str(source), names, [name for name in there.sizes if name in required])
+    repository = _repository(source)
+    if repository is not None:
+        _require(str(source), repository, required)
+        names = [name for name in repository.sizes if "/" not in name and name.endswith(SMALL)]
+        _downloaded(str(source), names, [name for name in repository.sizes if name in required])
 
 
-def _require(source: str, there: Repository, required: Collection[str]) -> None:
+def _require(source: str, repository: Repository, required: Collection[str]) -> None:
     """Raise ``OutriderError`` if a repository has none of the ``required`` files."""
-    if not any(name in there.sizes for name in required):
-        raise OutriderError(f"{source} is not a model that can be loaded: {what_it_is(there.sizes) or 'it has no config.json'}")
+    if not any(name in repository.sizes for name in required):
+        why = what_it_is(repository.sizes) or "it has no config.json"
+        raise OutriderError(f"{source} is not a model that can be loaded: {why}")
 
 
 def check_repository(source: object, growth: float = 0.0) -> None:
@@ -196,20 +210,20 @@ def check_repository(source: object, growth: float = 0.0) -> None:
     """
     found = _named_gguf(source)
     if found is not None:
-        there, parts = _chosen_parts(*found.groups())
-        if there is not None:
-            _require_memory(str(source), there, parts, growth)
+        repository, parts = _chosen_parts(*found.groups())
+        if repository is not None:
+            _require_memory(str(source), repository, parts, growth)
         return
-    there = _repository(source)
-    if there is not None:
-        _require(str(source), there, CONFIG)
-        _weights_of(str(source), there)  # before the download of the configs
+    repository = _repository(source)
+    if repository is not None:
+        _require(str(source), repository, CONFIG)
+        _weights_of(str(source), repository)  # before the download of the configs
         fetch_configs(source)
 
 
-def _require_memory(source: str, there: Repository, names: Sequence[str], growth: float) -> None:
+def _require_memory(source: str, repository: Repository, names: Sequence[str], growth: float) -> None:
     """Raise ``OutriderError`` if the weights in these files exceed the memory. ``growth``: bytes there per byte in files."""
-    total = sum(there.sizes.get(name, 0) for name in names)
+    total = sum(repository.sizes.get(name, 0) for name in names)
     require_memory(round(growth * total), f"the weights of {source} take", "choose a smaller or a quantised checkpoint")
 
 
@@ -219,16 +233,16 @@ def fetch_weights(source: object, growth: float = 0.0) -> None:
     ``growth``: bytes in memory per byte in the files; 0 if unknown. Raises ``OutriderError`` before the download if they exceed
     the memory or the disk, or if there are none.
     """
-    there = _repository(source)
-    if there is None:
+    repository = _repository(source)
+    if repository is None:
         if is_hub_id(source) and on_this_machine(str(source)) is not None and not weight_files(str(source)):
             raise OutriderError(
                 f"the weights of {source} are not in the download cache, and the Hugging Face hub is unreachable: download them"
                 f" first with hf download {source}"
             )
         return
-    names = _weights_of(str(source), there)
-    _require_memory(str(source), there, names, growth)
+    names = _weights_of(str(source), repository)
+    _require_memory(str(source), repository, names, growth)
     _downloaded(str(source), names)
 
 
@@ -261,8 +275,8 @@ def _repository(source: object) -> Repository | None:
 
 def _current(name: str) -> Repository | None:
     """Return what a repository holds; None if the cache must do."""
-    there = _listed(name) if is_reachable() else None
-    return None if there is None or there.is_given_up else there
+    repository = _listed(name) if is_reachable() else None
+    return None if repository is None or repository.is_given_up else repository
 
 
 @cache
@@ -287,58 +301,58 @@ def _listed(name: str) -> Repository | None:
     return Repository(info.sha or "", {file.rfilename: file.size or 0 for file in files}, blobs)
 
 
-def _weights_of(source: str, there: Repository) -> list[str]:
+def _weights_of(source: str, repository: Repository) -> list[str]:
     """Return the files of the weights that are loaded. Raises ``OutriderError`` if there are none."""
-    names = _weight_names(source, there.sizes)
+    names = _weight_names(source, repository.sizes)
     if not names:
-        why = what_it_is(there.sizes) or f"expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}"
+        why = what_it_is(repository.sizes) or f"expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}"
         raise OutriderError(f"{source} has no weights in a known format: {why}")
     return names
 
 
-def _weight_names(repository: str, names: Collection[str]) -> list[str]:
+def _weight_names(repo_id: str, names: Collection[str]) -> list[str]:
     """Return the files of the weights that are loaded, in the order of preference of transformers and of ``memory``."""
-    first = next((name for name in (*WEIGHT_NAMES, *MEDUSA) if name in names), None)
+    first = next((name for name in (*WEIGHT_NAMES, *MEDUSA_FILES) if name in names), None)
     if first in INDEXES:
-        return [first, *sorted(set(weight_map(_downloaded(repository, [first]) / first).values()))]
+        return [first, *sorted(set(weight_map(_downloaded(repo_id, [first]) / first).values()))]
     if first is not None:
         return [first]
     own = [name for name in names if "/" not in name and not name.startswith(OTHER_WEIGHTS)]
-    kinds = ([name for name in own if name.endswith(ending)] for ending in LARGE)
+    kinds = ([name for name in own if name.endswith(ending)] for ending in WEIGHT_SUFFIXES)
     return next((found for found in kinds if found), [])
 
 
-def _downloaded(repository: str, names: Sequence[str], needed: Sequence[str] | None = None) -> Path:
+def _downloaded(repo_id: str, names: Sequence[str], needed: Sequence[str] | None = None) -> Path:
     """Download files that are not in the cache, and return the folder.
 
     If this fails, the cache is used from then on, with a warning, if it has the files that are ``needed``, by default all.
     Raises ``OutriderError`` in one line if it does not.
     """
-    there, needed = _listed(repository), names if needed is None else needed
-    assert there is not None  # the names are from it
-    folder, cached = _folder(repository) / "snapshots" / there.commit, _main(repository)
+    repository, needed = _listed(repo_id), names if needed is None else needed
+    assert repository is not None  # the names are from it
+    folder, cached = _folder(repo_id) / "snapshots" / repository.commit, _main(repo_id)
     missing = [name for name in names if not (folder / name).exists()]
     if not missing and cached == folder:
         return folder
-    blobs = _folder(repository) / "blobs"
-    num_bytes = sum(there.sizes.get(name, 0) for name in missing if not (blobs / there.blobs.get(name, "")).is_file())
+    blobs = _folder(repo_id) / "blobs"
+    num_bytes = sum(repository.sizes.get(name, 0) for name in missing if not (blobs / repository.blobs.get(name, "")).is_file())
     try:
-        found = _fetched(repository, names, num_bytes)
+        found = _fetched(repo_id, names, num_bytes)
         if _lacks(found, needed) or found == cached != folder:  # the hub client returns an older folder if the hub fails
             raise OSError("the Hugging Face hub fails")
         return found
     except Exception as error:  # the hub client raises many kinds of exceptions
-        problem = error if isinstance(error, OutriderError) else OutriderError(explained(repository, error))
+        problem = error if isinstance(error, OutriderError) else OutriderError(explained(repo_id, error))
         if cached is None or _lacks(cached, needed):
             raise problem from error
     with suppress(OSError):  # the hub client has begun with this change, unless the cache is read-only
-        (_folder(repository) / "refs" / "main").write_text(cached.name)
-    there.is_given_up = True
+        (_folder(repo_id) / "refs" / "main").write_text(cached.name)
+    repository.is_given_up = True
     logger.warning("%s; the files in the download cache are used", problem)
     return cached
 
 
-def _fetched(repository: str, names: Sequence[str], num_bytes: int) -> Path:
+def _fetched(repo_id: str, names: Sequence[str], num_bytes: int) -> Path:
     """Download files, and return the folder. Raises ``OutriderError`` if they exceed the disk, or the hub's exceptions."""
     from huggingface_hub import constants
 
@@ -347,18 +361,18 @@ def _fetched(repository: str, names: Sequence[str], num_bytes: int) -> Path:
     free = shutil.disk_usage(cache_folder).free
     if num_bytes > free:
         raise OutriderError(
-            f"downloading {repository} takes {size(num_bytes)}, but {cache_folder} has {size(free)} free: free space, or set"
+            f"downloading {repo_id} takes {size(num_bytes)}, but {cache_folder} has {size(free)} free: free space, or set"
             " HF_HOME to a folder on a larger disk"
         )
-    with _shown(repository, num_bytes):
-        return _snapshot(repository, names)
+    with _shown(repo_id, num_bytes):
+        return _snapshot(repo_id, names)
 
 
 def _lacks(folder: Path, names: Sequence[str]) -> bool:
     return not all((folder / name).exists() for name in names)
 
 
-def _snapshot(repository: str, names: Sequence[str]) -> Path:
+def _snapshot(repo_id: str, names: Sequence[str]) -> Path:
     """Download files. Ctrl-C ends it within one ``CHUNK`` of each file: the hub client alone would first finish the files."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils.tqdm import tqdm
@@ -373,7 +387,7 @@ def _snapshot(repository: str, names: Sequence[str]) -> Path:
 
     constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, CHUNK)
     with ThreadPoolExecutor(1) as pool:
-        folder = pool.submit(snapshot_download, repository, allow_patterns=list(names), tqdm_class=Bar)
+        folder = pool.submit(snapshot_download, repo_id, allow_patterns=list(names), tqdm_class=Bar)
         try:
             return Path(folder.result())
         except BaseException:
@@ -381,47 +395,39 @@ def _snapshot(repository: str, names: Sequence[str]) -> Path:
             raise
 
 
-def _folder(repository: str) -> Path:
+def _folder(repo_id: str) -> Path:
     """Return the folder of a repository in the download cache, which may not exist."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model")
 
 
-def _main(repository: str) -> Path | None:
+def _main(repo_id: str) -> Path | None:
     """Return the folder of a repository's newest snapshot in the download cache; None if there is none."""
-    folder = _folder(repository)
+    folder = _folder(repo_id)
     with suppress(OSError):
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text()
         return snapshot if snapshot.is_dir() else None
     return None
 
 
-def _is_main(snapshot: Path) -> bool:
-    """Return whether the cache has a snapshot as the newest one."""
-    try:
-        return (snapshot.parents[1] / "refs" / "main").read_text() == snapshot.name
-    except OSError:
-        return False
-
-
 @contextmanager
-def _shown(repository: str, needed: int) -> Iterator[None]:
+def _shown(repo_id: str, needed: int) -> Iterator[None]:
     """Log the progress of a download in place of the hub client's bars. Without a logger for it, the bars stay."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if not logger.isEnabledFor(INFO):
         yield
         return
-    blobs = _folder(repository) / "blobs"
+    blobs = _folder(repo_id) / "blobs"
     before, was_disabled = _bytes_in(blobs), are_progress_bars_disabled()
 
     def report(elapsed: float) -> None:
         done = max(0, _bytes_in(blobs) - before)
         left = (needed - done) * elapsed / done if done else 0.0
         rest = f", about {left:.0f} s left" if 0 < left < 120 else f", about {left / 60:.0f} min left" if left else ""
-        line = f"downloading {repository}: {size(done)} of {size(needed)}{rest}"
+        line = f"downloading {repo_id}: {size(done)} of {size(needed)}{rest}"
         logger.info("%s", line, extra={"is_progress": True})
 
     disable_progress_bars()
@@ -433,7 +439,7 @@ def _shown(repository: str, needed: int) -> Iterator[None]:
         if not was_disabled:
             enable_progress_bars()
     if time.monotonic() - started > PERIOD:
-        logger.info("downloaded %s: %s in %.0f s", repository, size(needed), time.monotonic() - started)
+        logger.info("downloaded %s: %s in %.0f s", repo_id, size(needed), time.monotonic() - started)
 
 
 def _bytes_in(folder: Path) -> int:
@@ -448,16 +454,20 @@ def _bytes_in(folder: Path) -> int:
 
 @cache
 def is_reachable() -> bool:
-    """Return whether the hub is reachable. Behind a proxy this is unknown, so the answer is True."""
+    """Return whether the hub is reachable. Behind a proxy this is unknown, so the answer is True.
+
+    Raises ``OutriderError`` for an invalid address of the hub.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:  # also set by TRANSFORMERS_OFFLINE
         return False
     if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
         return True
-    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    try:
+    with errors_as(f"HF_ENDPOINT={constants.ENDPOINT} is not a URL such as https://huggingface.co", ValueError):
+        url = urlsplit(constants.ENDPOINT)
         port = url.port or (80 if url.scheme == "http" else 443)
+    try:
         with socket.create_connection((url.hostname or "", port), timeout=5.0):
             return True
     except OSError:

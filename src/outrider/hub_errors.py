@@ -26,7 +26,7 @@ def what_it_is(names: Collection[str]) -> str | None:
     return None
 
 
-def explained(repository: str, error: BaseException) -> str:
+def explained(repo_id: str, error: BaseException) -> str:
     """Return the reason of a failed request or download, and what to do, in one line."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -35,9 +35,9 @@ def explained(repository: str, error: BaseException) -> str:
         error = error.__cause__  # the failed request
     status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else 0
     if isinstance(error, GatedRepoError):
-        return f"{repository} is gated: ask for access at {constants.ENDPOINT}/{repository}, then {HF_LOGIN}"
+        return f"{repo_id} is gated: ask for access at {constants.ENDPOINT}/{repo_id}, then {HF_LOGIN}"
     if isinstance(error, RepositoryNotFoundError):
-        return f"no model {repository!r} on the Hugging Face hub: check owner and name; if it is private, {HF_LOGIN}"
+        return f"no model {repo_id!r} on the Hugging Face hub: check owner and name; if it is private, {HF_LOGIN}"
     if status == 401:
         return f"the Hugging Face hub does not accept your token: {HF_LOGIN}"
     if status == 429:
@@ -47,4 +47,4 @@ def explained(repository: str, error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk of the download cache {constants.HF_HUB_CACHE} is full: free space, then repeat the command"
     why = f"the Hugging Face hub answers with status {status}" if status else first_line(error)
-    return f"cannot download {repository}: {why}; repeat the command later: it continues with the files that are missing"
+    return f"cannot download {repo_id}: {why}; repeat the command later: it continues with the files that are missing"

@@ -15,6 +15,7 @@ from outrider.files import GGUF_PART, expanded
 GROUPS = Path("/sys/fs/cgroup")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_NAMES = ("model.safetensors", INDEXES[0], "pytorch_model.bin", INDEXES[1])  # transformers' order of preference
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")  # in order of preference
 UNLIMITED = 1 << 60  # control groups version 1 report a larger number if there is no limit
 
 
@@ -91,7 +92,7 @@ def weight_files(source: str | Path) -> list[Path]:
     if found := _named_files(folder):
         return found
     files = [file for file in folder.glob("*") if file.is_file()]  # not links to files that were deleted from a cache
-    kinds = (sorted(file for file in files if file.suffix == suffix) for suffix in (".safetensors", ".bin", ".pt", ".gguf"))
+    kinds = (sorted(file for file in files if file.suffix == suffix) for suffix in (*WEIGHT_SUFFIXES, ".gguf"))
     return next((found for found in kinds if found), [])
 
 

@@ -26,6 +26,7 @@ from outrider.engine import finding
 from outrider.engine.methods import auto_choice
 from outrider.method_text import split_method
 from outrider.proposers.draft_model import DraftModelMethod, DraftModelProposer
+from outrider.proposers.recognition import MODEL, kind_of
 from outrider.registry import DEFAULT_METHOD, PROPOSERS, VERIFIERS
 from outrider.runner.parallel_draft import ParallelDraft
 from outrider.types import OutriderError
@@ -318,6 +319,24 @@ def test_a_model_of_the_family_and_a_known_drafter_are_found_for_a_gguf_file(mad
     assert llm.drafter == "drafts with EAGLE-3 head Other/head (known for the target, in the download cache)"
     assert greedy(llm) == greedy(loaded(target, method="plain")) and llm.stats.num_drafts > 0
     assert str(source) == chosen(target).draft
+    folder = tmp_path / "any name"
+    folder.mkdir()
+    (folder / target.name).symlink_to(target)
+    assert chosen(folder).draft == str(source)
+
+
+@pytest.mark.parametrize("is_beside", ["parts", "an encoder of images"])
+def test_a_draft_folder_holds_a_gguf_file_in_parts_or_with_others(made, target, is_beside):
+    folder = target.parent / "draft"
+    as_gguf(made / "draft", folder / "small.gguf", tensors_a_part=12 * (is_beside == "parts"))
+    if is_beside != "parts":
+        encoder = gguf.GGUFWriter(folder / "mmproj.gguf", "clip")
+        for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+            getattr(encoder, step)()
+    assert kind_of(folder) is MODEL
+    found = chosen(target)
+    assert (found.method, found.draft) == ("draft", str(folder))
+    assert greedy(loaded(target)) == greedy(loaded(target, method="plain"))
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_a_config_without_layers_is_guessed_with_a_warning(tmp_path, caplog):
 def test_an_exported_head_equals_the_original(source, kind, tmp_path, target):
     write(source, tmp_path / "in")
     first = load(tmp_path / "in")
-    first.lend(target.model.get_input_embeddings(), target.model.get_output_embeddings())
+    first.share_target_modules(target.model.get_input_embeddings(), target.model.get_output_embeddings())
     eagle_formats.export(first, tmp_path / "out", kind, verifier="some/target", acceptance=[0.7, 0.1])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
@@ -392,7 +392,7 @@ def test_a_copy_of_the_targets_embedding_is_not_kept(num_rows, tmp_path, model, 
     torch.save(tensors | {"embed_tokens.weight": stored}, tmp_path / "pytorch_model.bin")
     head = loaded()
     assert not head.shape.own_embedding
-    head.lend(embedding, model.get_output_embeddings())
+    head.share_target_modules(embedding, model.get_output_embeddings())
     assert torch.equal(head.embedding_table(), embedding.weight)
 
 

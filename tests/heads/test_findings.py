@@ -153,6 +153,25 @@ def test_the_size_includes_the_targets_output_head_if_it_is_used(target, tmp_pat
     assert f"reads {own / 1e6:.1f} M weights" in text_of(examined(target, "eagle", tmp_path), "size")
 
 
+def test_the_size_counts_weights_of_any_number_of_bits(target, tmp_path):
+    write_eagle1(tmp_path, VOCAB)
+    options = OPTIONS | {"draft": str(tmp_path)}
+    found = [check_up(Patient(str(target), "eagle", options | bits, SHORT)) for bits in ({}, {"weights": "int4"})]
+    assert text_of(found[0], "size") == text_of(found[1], "size")
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.3])
+def test_an_embedding_that_differs_from_the_targets_is_the_heads_own(target, tmp_path, noise):
+    weights = write_eagle1(tmp_path, VOCAB)
+    table = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    other = torch.randn(table.shape, generator=torch.Generator().manual_seed(3))
+    own = table + noise * other * table.norm() / other.norm()
+    torch.save(weights | {"embed_tokens.weight": own}, tmp_path / "pytorch_model.bin")
+    found = examined(target, "eagle", tmp_path)
+    assert level_of(found, "embedding") == "suspicious"
+    assert f"its own, differs from the target's by {noise:.0%}" in text_of(found, "embedding")
+
+
 def test_t2d_that_contradicts_d2t_is_reported(target, tmp_path):
     tensors = write_eagle3(tmp_path, VOCAB, 200)
     tensors["t2d"] = ~tensors["t2d"]

@@ -21,7 +21,7 @@ from outrider import LLM, SamplingParams
 from outrider.engine.finding import NEXT_TO, OWN, candidates, choices, target_files
 from outrider.heads import mtp_formats
 from outrider.heads.checkpoint import MODEL, MTP, kinds_of
-from outrider.heads.mtp import Body, MtpHead
+from outrider.heads.mtp import LayerTemplate, MtpHead
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import OutriderError
 
@@ -37,7 +37,7 @@ PARTS = {
 def make_head(model: PreTrainedModel, seed: int = 5) -> MtpHead:
     """Return a head with random matrices and norms."""
     torch.manual_seed(seed)
-    body, told = Body.of(model.config, type(model)), model.config.to_dict()
+    body, told = LayerTemplate.of(model.config, type(model)), model.config.to_dict()
     head = randomised(MtpHead(body, body.layer_for("n_routed_experts" in told or "num_experts" in told)), std=0.3)
     with torch.no_grad():
         for parameter in head.parameters():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_folder import letter_tokenizer
 from toy import outputs_of
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from outrider import LLM, SamplingParams
 from outrider.heads import mtp_formats
@@ -86,6 +89,15 @@ def test_the_heads_experts_may_be_stored_in_one_stack(tmp_path):
 
     rewrite(tmp_path, stack)
     assert all(torch.equal(tensor, mtp_formats.load(tmp_path, target).state_dict()[name]) for name, tensor in stacks.items())
+
+
+def test_the_config_beside_a_file_with_a_head_describes_its_layers(tmp_path):
+    write_checkpoint("qwen2", tmp_path, tiny_target("qwen2"))
+    target = ModelRunner.load(str(tmp_path), CONFIG)
+    set_config(tmp_path, model_type="llama")
+    rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if re.search("mtp_layers.*bias", name)])
+    for source in (tmp_path, tmp_path / "model.safetensors"):
+        assert isinstance(mtp_formats.load(source, target).layers[0], LlamaDecoderLayer)
 
 
 def without(name):

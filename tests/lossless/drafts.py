@@ -10,7 +10,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from outrider.heads.block import BlockHead, BlockShape
 from outrider.heads.eagle import EagleHead, EagleShape
 from outrider.heads.medusa import MedusaHeads, MedusaShape
-from outrider.heads.mtp import Body, MtpHead
+from outrider.heads.mtp import LayerTemplate, MtpHead
 
 
 def draft_for(method: str, target: PreTrainedModel, model: PreTrainedModel | None = None) -> Any:
@@ -40,7 +40,7 @@ def eagle_head(target: PreTrainedModel, generation: int = 3, draft_vocab: int | 
 
 def mtp_head(target: PreTrainedModel, seed: int = 7) -> MtpHead:
     torch.manual_seed(seed)
-    body = Body.of(target.config, type(target))
+    body = LayerTemplate.of(target.config, type(target))
     head = MtpHead(body, body.layer_for(with_experts=False)).eval().requires_grad_(False)
     for weight in head.parameters():
         if weight.dim() > 1:

@@ -23,6 +23,7 @@ from outrider.method_text import join_method, split_method
 from outrider.proposers.method import MethodSpec
 from outrider.proposers.recognition import TargetFiles, find_folder, is_gguf_head, kind_of, loose_files
 from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS
+from outrider.runner import gguf
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError
 
@@ -142,10 +143,12 @@ def known_drafters(target: TargetFiles) -> list[str]:
     Those with another tokenizer are left out: the user must name them.
     """
     table = tomllib.loads(PAIRS.read_text(encoding="utf-8"))
-    folder = target.folder.absolute()
-    name = _hub_id(folder.parents[1]) if folder.parent.name == "snapshots" else QUANTISATION.sub("", folder.name)
+    folder, file = target.folder.absolute(), gguf.find(target.folder)
+    own_names = [_hub_id(folder.parents[1]) if folder.parent.name == "snapshots" else folder.name]
+    if file is not None:
+        own_names.append(QUANTISATION.sub("", file.name))
     for hub_id, by_method in table.items():
-        if name.lower() in (hub_id.lower(), hub_id.rpartition("/")[2].lower()):
+        if not {hub_id.lower(), hub_id.rpartition("/")[2].lower()}.isdisjoint(map(str.lower, own_names)):
             automatic = [names for method, names in by_method.items() if method != DEFAULT_METHOD_WITH_FOREIGN_DRAFT]
             return [drafter for drafters in automatic for drafter in drafters]
     return []

@@ -178,7 +178,7 @@ def load(source: str | Path, target: ModelRunner) -> AssistantHead:
         raise OutriderError(f"{target.name} has its own attention code, whose KV cache an assistant cannot read")
     places = {kind: target.cache.shape.places[layer] for kind, layer in sources_of(target).items()}
     stored = {kind: target.cache.shape.kinds[place[0]][0] for kind, place in places.items() if place is not None}
-    head = files.made(lambda: AssistantHead(config, _decoder(config), stored))
+    head = files.build(lambda: AssistantHead(config, _decoder(config), stored))
     head.check_fit(target)
     files.rename(lambda name: _own_name(name, head))
     files.fill(head, IGNORED, _stored_name)

@@ -126,18 +126,18 @@ class GroupedConv(nn.Module):
         self.base_kernel = nn.Parameter(identity)  # [before or after, taps, H]
         self.kernel_projection = nn.Linear(hidden_size, 2 * taps * hidden_size // group, bias=False)
 
-    def around(self, sublayer: Callable[[Tensor], Tensor], hidden: Tensor, within: Tensor) -> Tensor:
-        """Apply a sublayer to [B, T, H]. ``within``: the index of each token in its block, [1 or B, T]."""
+    def around(self, sublayer: Callable[[Tensor], Tensor], hidden: Tensor, block_index: Tensor) -> Tensor:
+        """Apply a sublayer to [B, T, H]. ``block_index``: the index of each token in its block, [1 or B, T]."""
         own = self.kernel_projection(hidden).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, -1)
         before, after = (self.base_kernel.to(hidden.dtype) + own).unbind(-3)  # [B, T, taps, H] each
-        return _convolved(sublayer(_convolved(hidden, before, within)), after, within)
+        return _convolved(sublayer(_convolved(hidden, before, block_index)), after, block_index)
 
 
-def _convolved(values: Tensor, kernel: Tensor, within: Tensor) -> Tensor:
+def _convolved(values: Tensor, kernel: Tensor, block_index: Tensor) -> Tensor:
     """Sum over taps i: values [B, T, H] of i tokens before times kernel [B, T, taps, H] at i."""
     out = kernel[..., 0, :] * values
     for tap in range(1, kernel.shape[-2]):
-        earlier = values.roll(tap, 1).masked_fill((within < tap)[..., None], 0.0)
+        earlier = values.roll(tap, 1).masked_fill((block_index < tap)[..., None], 0.0)
         out = out + kernel[..., tap, :] * earlier
     return out
 
@@ -155,7 +155,7 @@ class BlockLayer(nn.Module):
             GroupedConv(config.hidden_size, shape.conv_taps, shape.conv_group) if shape.conv_taps else None for _ in range(2)
         )
 
-    def forward(self, hidden: Tensor, context: Tensor, rotation: Rotation, attend: Attend, within: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, context: Tensor, rotation: Rotation, attend: Attend, block_index: Tensor) -> Tensor:
         def attention(normed: Tensor) -> Tensor:
             out: Tensor = self.self_attn(normed, context, rotation, attend)
             return out
@@ -166,7 +166,7 @@ class BlockLayer(nn.Module):
         )
         for norm, sublayer, conv in sublayers:
             normed = norm(hidden)
-            hidden = hidden + (sublayer(normed) if conv is None else conv.around(sublayer, normed, within))
+            hidden = hidden + (sublayer(normed) if conv is None else conv.around(sublayer, normed, block_index))
         return hidden
 
 
@@ -252,14 +252,14 @@ class BlockHead(FeatureHead):
         fused: Tensor = self.hidden_norm(self.fc(torch.cat(list(features), -1)))
         return fused
 
-    def forward(self, hidden: Tensor, context: Tensor, rotation: Rotation, attend: Attend, within: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, context: Tensor, rotation: Rotation, attend: Attend, block_index: Tensor) -> Tensor:
         """Map the embeddings of blocks [B, T, H], in the context of fused features [B, C, H], to the input of ``logits``.
 
-        ``rotation``: cosines and sines [B, C + T, D] at the positions of both, the context's first; ``within``: the index of
-        each token in its block, [1 or B, T].
+        ``rotation``: cosines and sines [B, C + T, D] at the positions of both, the context's first; ``block_index``: the index
+        of each token in its block, [1 or B, T].
         """
         for layer in self.layers:
-            hidden = layer(hidden, context, rotation, attend, within)
+            hidden = layer(hidden, context, rotation, attend, block_index)
         out: Tensor = self.norm(hidden)
         return out
 
@@ -270,7 +270,7 @@ class BlockHead(FeatureHead):
         if self.shape.own_output:
             logits = self.lm_head(out)
         else:  # a config with any post-processing settings has all of them
-            logits = self.target_logits(out) if (scale, cap) == (1.0, 0.0) else self.lent[1](out)
+            logits = self.target_logits(out) if (scale, cap) == (1.0, 0.0) else self.target_modules[1](out)
             logits = logits if self.draft_ids is None else logits[..., self.draft_ids]
         logits = logits if scale == 1.0 else logits * scale
         return logits if cap == 0.0 else (logits / cap).tanh() * cap
@@ -289,6 +289,6 @@ class BlockHead(FeatureHead):
         shape, name = self.shape, target.name
         self.check_vocabulary(shape.config.vocab_size, target)
         if not (shape.own_embedding and shape.own_output):
-            self.check_borrowing(shape.config.hidden_size, target)
+            self.check_shared_size(shape.config.hidden_size, target)
         if not 0 <= shape.mask_token_id < target.vocab_size:
             raise OutriderError(f"the head's mask token is {shape.mask_token_id}, but {name} has {target.vocab_size} tokens")

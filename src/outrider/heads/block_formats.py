@@ -36,7 +36,7 @@ UNSUPPORTED = {  # tensor names -> feature
 }
 
 
-def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None = None) -> BlockHead:
+def load(source: str | Path | HeadFiles, target: TargetSizes, model: PreTrainedModel | None = None) -> BlockHead:
     """Read a head for this target, in float32. ``model``: the target, whose tables replace stored copies of them.
 
     Raises ``OutriderError`` naming the tensor that is missing or does not fit, or the feature that is not supported.
@@ -47,13 +47,13 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     _check_kind(files)
     _check_weights(files)
     layer: dict[str, Any] = config.get("transformer_layer_config") or config
-    check_sizes(f"{source}/config.json", layer)
+    check_sizes(f"{files.source}/config.json", layer)
     if model is not None:
         has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
         if "d2t" not in tensors:
             has_own_table(tensors, "lm_head.weight", model.get_output_embeddings())
     shape = _shape(files, layer, target)
-    head = files.made(lambda: BlockHead(shape))
+    head = files.build(lambda: BlockHead(shape))
     head.check_fit(target)
     files.offsets_to_ids()
     check_ids(tensors.get("draft_ids"), target.vocab_size, "the head's draft vocabulary", target.name)
@@ -97,8 +97,8 @@ def _shape(files: HeadFiles, layer: Mapping[str, Any], target: TargetSizes) -> B
     config, tensors, source = files.config, files.tensors, files.source
     own = _layers(files, layer, target.vocab_size)
     inner = config.get("dflash_config") or {}
-    width = files.integer(config, "target_hidden_size", usual=own.hidden_size)
-    ids = files.named_states(
+    width = files.integer(config, "target_hidden_size", default=own.hidden_size)
+    ids = files.hidden_state_ids(
         config.get("aux_hidden_state_layer_ids"),
         inner.get("target_layer_ids") or config.get("target_layer_ids"),
         lambda: default_hidden_states(target.num_layers, own.num_hidden_layers),
@@ -110,7 +110,7 @@ def _shape(files: HeadFiles, layer: Mapping[str, Any], target: TargetSizes) -> B
             f"names the hidden states {ids} of {width}"
         )
     markov, output = tensors.get("markov_head.markov_w1.weight"), tensors.get("lm_head.weight")
-    size = files.integer(config, "draft_vocab_size", usual=own.vocab_size)
+    size = files.integer(config, "draft_vocab_size", default=own.vocab_size)
     if "d2t" in tensors:
         size = len(tensors["d2t"])
     elif size < target.vocab_size:
@@ -200,7 +200,7 @@ def _layers(files: HeadFiles, layer: Mapping[str, Any], vocab_size: int) -> Qwen
     given.setdefault("vocab_size", vocab_size)
     given.setdefault("attention_bias", "layers.0.self_attn.q_proj.bias" in tensors)
     shape = given | {"attention_dropout": 0.0}
-    return files.made(lambda: Qwen3Config(**shape), "its config is not valid for Qwen3 layers")
+    return files.build(lambda: Qwen3Config(**shape), "its config is not valid for Qwen3 layers")
 
 
 def _windows(files: HeadFiles, layer: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -217,10 +217,10 @@ def _windows(files: HeadFiles, layer: Mapping[str, Any], num_layers: int) -> tup
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:num_layers])
 
 
-def _factor(files: HeadFiles, config: Mapping[str, Any], key: str, usual: float) -> float:
+def _factor(files: HeadFiles, config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key)
     if value is None:
-        return usual
+        return default
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
         raise OutriderError(f"{files.source}: config.json says {key}={value!r}: expected a number of at least 0")
     return float(value)

@@ -31,9 +31,9 @@ class BlockPass(HeadProgram):
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         layout, hidden = ExampleLayout.over(self.cache), int(self.head.shape.config.hidden_size)
         dtype = self.head.fc.weight.dtype
-        turns = torch.stack(self.head.rotary_emb(torch.zeros(1, 5, hidden, dtype=dtype), layout.inputs[0]))
+        rotation = torch.stack(self.head.rotary_emb(torch.zeros(1, 5, hidden, dtype=dtype), layout.inputs[0]))
         # two requests with one new feature each, and with blocks of one and two tokens
-        own = turns[:, :, :3].contiguous(), turns[:, :, :2].contiguous()
+        own = rotation[:, :, :3].contiguous(), rotation[:, :, :2].contiguous()
         inputs = (torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 2, hidden, dtype=dtype), *own)
         where = (torch.tensor([[0, 0, 1]]), torch.tensor([0, 2, 1, 3, 4]), torch.tensor([1, 3, 4]))
         tokens, features = torch.export.Dim("k", min=1), torch.export.Dim("c", min=0)
@@ -46,9 +46,9 @@ class BlockPass(HeadProgram):
         self,
         token_ids: Tensor,  # [1, T]
         context: Tensor,  # [1, C, H]: fused features
-        turns: Tensor,  # [2, 1, T, D]: cosines and sines at the tokens' positions
-        context_turns: Tensor,  # [2, 1, C, D]
-        within: Tensor,  # [1, T]: index of each token in its block
+        rotation: Tensor,  # [2, 1, T, D]: cosines and sines at the tokens' positions
+        context_rotation: Tensor,  # [2, 1, C, D]
+        block_index: Tensor,  # [1, T]: index of each token in its block
         order: Tensor,  # [N]: features, then tokens, in the order in which they stand in the cache, request by request
         places: Tensor,  # [T]: the tokens' places in that order
         positions: Tensor,  # [1, N]
@@ -70,8 +70,8 @@ class BlockPass(HeadProgram):
                 out = attend(layer, q, k, v, None, sliding_window=layer.window)[0]
             return out.index_select(1, places)
 
-        cos, sin = torch.cat((context_turns, turns), 2).unbind(0)
-        return (self.head(self.head.embed(token_ids, context), context, (cos, sin), attend_block, within),)
+        cos, sin = torch.cat((context_rotation, rotation), 2).unbind(0)
+        return (self.head(self.head.embed(token_ids, context), context, (cos, sin), attend_block, block_index),)
 
 
 class BlockRunner(HeadRunner[BlockHead]):
@@ -110,10 +110,10 @@ class BlockRunner(HeadRunner[BlockHead]):
         shape, new = self.head.shape, _NewContext(self, request_ids, features)
         sizes = [count if shape.predicts_next else count + 1 for count in num_drafts]  # of the blocks
         ids: list[int] = []
-        within: list[int] = []
+        block_index: list[int] = []
         for last, size in zip(last_tokens, sizes, strict=True):
             ids += [last, *[shape.mask_token_id] * (size - 1)]
-            within += range(size)
+            block_index += range(size)
         together = [[0] * (count + size) for count, size in zip(new.lens, sizes, strict=True)]  # only their number is used
         blocks = self._layouts.chain(together, new.cache_rows, new.starts)
         layout = blocks.layout
@@ -121,11 +121,11 @@ class BlockRunner(HeadRunner[BlockHead]):
         order = [0] * layout.positions.shape[1]
         for index, place in enumerate((*of_features, *of_tokens)):
             order[place] = index
-        numbers = torch.tensor([*ids, *within, *of_tokens, *of_features, *order], device=self.device)
+        numbers = torch.tensor([*ids, *block_index, *of_tokens, *of_features, *order], device=self.device)
         total = len(ids)
         token_ids, inside, tokens_at, features_at, standing = numbers.split((total, total, total, new.total, len(order)))
-        turns = [torch.stack(self._rotation_at(new.fused, layout.positions[:, at])) for at in (tokens_at, features_at)]
-        inputs = [token_ids[None], new.fused, *turns, inside[None], standing, tokens_at]
+        rotations = [torch.stack(self._rotation_at(new.fused, layout.positions[:, at])) for at in (tokens_at, features_at)]
+        inputs = [token_ids[None], new.fused, *rotations, inside[None], standing, tokens_at]
         block = replace(layout, visible=self._visible(new.lens, sizes, layout.visible))
         inputs += [*block.inputs, layout.visible, *layout.stores]
         out = self._programs.runner_of()(inputs)[0][0]
@@ -135,7 +135,7 @@ class BlockRunner(HeadRunner[BlockHead]):
     @torch.inference_mode()
     def after(self, out: Tensor, logits: Tensor, token_ids: Tensor) -> Tensor:
         """Return float32 [..., V]: the logits of outputs [..., H] and [..., Vd] after these tokens of the target [...]."""
-        return self.head.spread(self.head.logits_after(out, logits, token_ids), self._vocab_size)
+        return self.head.to_target_vocabulary(self.head.logits_after(out, logits, token_ids), self._vocab_size)
 
     def _per_draft(self, out: Tensor, sizes: Sequence[int], num_drafts: Sequence[int]) -> Tensor:
         """Return rows [B, K, H] of the outputs [T, H] of the blocks' tokens."""

@@ -1,8 +1,7 @@
 """Read and write folders of heads: config.json and tensors in any of the usual files.
 
-A path may also name a single weights file; its config is the one in the same folder, except of a GGUF file, which holds both
-(``gguf_heads``). Under ``torch.device("meta")`` only file
-headers are read: tensors have shapes and dtypes, but no values.
+A path may also name a single weights file; its config is the one in the same folder, except for a GGUF file, which holds both
+(``gguf_heads``). Under ``torch.device("meta")`` only file headers are read: tensors have shapes and dtypes, but no values.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -25,8 +24,8 @@ from torch import Tensor, nn
 
 from outrider.errors import first_line, is_out_of_memory
 from outrider.files import expanded, is_path, write_whole
-from outrider.hub import fetch
-from outrider.memory import INDEXES, WEIGHT_NAMES, weight_files, weight_map
+from outrider.hub import MEDUSA_FILES, fetch
+from outrider.memory import INDEXES, WEIGHT_NAMES, WEIGHT_SUFFIXES, weight_files, weight_map
 from outrider.runner.checkpoint_files import is_finite
 from outrider.types import OutriderError, dtype_name
 
@@ -36,11 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Head = TypeVar("Head", bound=nn.Module)
-Made = TypeVar("Made")
+Built = TypeVar("Built")
 Result = TypeVar("Result")
 
-SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+SUFFIXES = (*WEIGHT_SUFFIXES, ".gguf")
 ASSISTANT_TENSOR = "pre_projection.weight"  # of Gemma 4's assistants only
 LAYER_KEYS = (  # config keys that describe a head's layers, of any architecture
     "hidden_size",
@@ -77,7 +75,7 @@ class DraftKind:
 
     name: str  # name of the method that uses it
     what: str  # noun for messages
-    mark: str  # regular expression for tensor names that occur only in such folders
+    tensor_pattern: str  # regular expression for tensor names that occur only in such folders
 
     def __str__(self) -> str:
         return self.what
@@ -120,7 +118,7 @@ def kinds_of(folder: Path) -> list[DraftKind]:
     kinds = (MEDUSA, BLOCK, EAGLE, MODEL, MTP)  # in order of precedence: heads may store an embedding, and models a head
     if ASSISTANT_TENSOR in names:  # it also has an embedding and layers, like a model
         return [MTP]
-    found = [kind for kind in kinds if any(re.search(kind.mark, name) for name in names)]
+    found = [kind for kind in kinds if any(re.search(kind.tensor_pattern, name) for name in names)]
     if BLOCK in found and EAGLE not in found:  # without a projection of features these are layers of any model
         found.remove(BLOCK)
     return [kind for kind in found if kind is not EAGLE or BLOCK not in found]
@@ -148,7 +146,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json, or the header of a GGUF file. Raises ``OutriderError`` if it is missing or not an object."""
     file = _gguf(folder)
     if file is not None:
-        from outrider.heads import gguf_heads  # which imports transformers
+        from outrider.heads import gguf_heads
 
         return gguf_heads.read_config(file)
     folder = folder.parent if folder.is_file() else folder
@@ -256,12 +254,13 @@ def measured_acceptance(folder: Path) -> tuple[float, ...] | None:
 
 def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     """Return the files that hold tensors whose names begin with ``prefix``."""
-    file = folder if folder.is_file() else _gguf(folder)
-    if file is not None:
-        return [file]
-    first = next((folder / name for name in (*WEIGHT_NAMES, *FILES[2:]) if (folder / name).exists()), None)
+    file = _gguf(folder)
+    if file is not None or folder.is_file():
+        return [file or folder]
+    first = next((folder / name for name in (*WEIGHT_NAMES, *MEDUSA_FILES) if (folder / name).exists()), None)
     if first is None:
-        raise OutriderError(f"{folder} has no weights: expected one of {', '.join(FILES)}")
+        expected = ", ".join(name for name in (*WEIGHT_NAMES, *MEDUSA_FILES) if name not in INDEXES)
+        raise OutriderError(f"{folder} has no weights: expected one of {expected}")
     if first.name not in INDEXES:
         return [first]
     names = sorted({file for tensor, file in weight_map(first).items() if tensor.startswith(prefix)})
@@ -272,9 +271,12 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
 
 
 def _gguf(folder: Path) -> Path | None:
-    """Return a GGUF file, or the only one in a folder without other weights; otherwise None."""
-    files = weight_files(folder)
-    return files[0] if len(files) == 1 and files[0].suffix == ".gguf" else None
+    """Return a GGUF file, or the only model in a folder without other weights; otherwise None. See ``runner.gguf.find``."""
+    if not any(file.suffix == ".gguf" for file in weight_files(folder)):
+        return None
+    from outrider.runner import gguf  # which imports transformers
+
+    return gguf.find(folder)
 
 
 def loose_files(folder: Path) -> list[Path]:
@@ -283,7 +285,7 @@ def loose_files(folder: Path) -> list[Path]:
         own = set(_weight_files(folder))
     except OutriderError:
         return []
-    there = {*folder.glob("*.safetensors"), *(folder / name for name in FILES[2:] if (folder / name).exists())}
+    there = {*folder.glob("*.safetensors"), *(folder / name for name in MEDUSA_FILES if (folder / name).exists())}
     return sorted(there - own)
 
 
@@ -362,22 +364,28 @@ class HeadFiles:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def read(cls, source: str | Path, prefix: str = "") -> HeadFiles:
-        """Read a local folder or a hub id, as ``find_folder`` and ``read_folder`` do."""
+    def read(cls, source: str | Path | HeadFiles) -> HeadFiles:
+        """Read a local folder or a hub id, as ``find_folder`` and ``read_folder`` do.
+
+        Files that are read already are copied: loading renames and removes tensors.
+        """
+        if isinstance(source, HeadFiles):
+            return replace(source, tensors=dict(source.tensors))
         folder = find_folder(source)
-        return cls(source, folder, *read_folder(folder, prefix))
+        return cls(source, folder, *read_folder(folder))
 
     def rename(self, named: Callable[[str], str]) -> None:
         """Replace the name of each tensor."""
         self.tensors = {named(name): tensor for name, tensor in self.tensors.items()}
 
-    def integer(self, config: Mapping[str, Any], key: str, least: int = 1, usual: int | None = None) -> int:
-        """Return a number of a part of the config, ``usual`` if it is missing. Raise if there is none, or an invalid one."""
+    def integer(self, config: Mapping[str, Any], key: str, minimum: int = 1, default: int | None = None) -> int:
+        """Return a number of a part of the config, ``default`` if it is missing. Raise if there is none, or an invalid one."""
         value = config.get(key)
-        if not value and usual is not None:
-            value = usual
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise OutriderError(f"{self.source}: config.json says {key}={value!r}: expected a whole number of at least {least}")
+        if not value and default is not None:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            expected = f"expected a whole number of at least {minimum}"
+            raise OutriderError(f"{self.source}: config.json says {key}={value!r}: {expected}")
         return value
 
     def check_sections(self, sections: Sequence[str]) -> None:
@@ -404,7 +412,7 @@ class HeadFiles:
         """Return how many numbers from 0 to the highest one there are at the group of a pattern of tensor names."""
         return 1 + max((int(found[1]) for name in self.tensors if (found := re.match(pattern, name)) is not None), default=-1)
 
-    def named_states(self, states: Any, layers: Any, default: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    def hidden_state_ids(self, states: Any, layers: Any, default: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Return the hidden states that the config names, in transformers' numbering; else ``default()`` with a warning.
 
         ``layers``: instead of ``states``, the layers whose outputs they are, counted from 0. Raise for ids that are not
@@ -430,7 +438,7 @@ class HeadFiles:
                 raise OutriderError(f"the head's d2t has shape {list(offsets.shape)}: expected one offset per draft token")
             self.tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
 
-    def made(self, make: Callable[[], Made], problem: str = "cannot build a head from its config") -> Made:
+    def build(self, make: Callable[[], Built], problem: str = "cannot build a head from its config") -> Built:
         """Return what ``make`` builds from the config. Raise if that fails."""
         try:
             return make()

@@ -119,7 +119,7 @@ class EagleHead(RolloutHead):
         """Return [V, H]: its own embedding, or the target's output per token (some targets scale their weights)."""
         if self.shape.own_embedding:
             return self.embed_tokens.weight
-        table: Tensor = self.lent[0](torch.arange(self.shape.config.vocab_size, device=self.fc.weight.device))
+        table: Tensor = self.target_modules[0](torch.arange(self.shape.config.vocab_size, device=self.fc.weight.device))
         return table.to(self.fc.weight.dtype)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
@@ -161,7 +161,7 @@ class EagleHead(RolloutHead):
         super().check_fit(target)
         shape, name = self.shape, target.name
         if not shape.own_embedding or self.uses_targets_output:
-            self.check_borrowing(shape.config.hidden_size, target)
+            self.check_shared_size(shape.config.hidden_size, target)
         if shape.own_embedding and shape.config.vocab_size < target.vocab_size:
             raise OutriderError(f"the head has {shape.config.vocab_size} embeddings, but {name} has {target.vocab_size} tokens")
 

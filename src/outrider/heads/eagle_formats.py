@@ -34,7 +34,7 @@ FORMATS = ("native", "speculators")
 EAGLE_1 = "LlamaForCausalLM"  # architecture of the authors' EAGLE-1 heads
 
 
-def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None = None) -> EagleHead:
+def load(source: str | Path | HeadFiles, target: TargetSizes, model: PreTrainedModel | None = None) -> EagleHead:
     """Read a head for this target, in float32. ``model``: the target, whose embedding replaces a stored copy.
 
     Raises ``OutriderError`` if parts are missing or do not fit.
@@ -43,11 +43,11 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     config = files.config
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
-        raise OutriderError(f"unsupported speculators head {kind!r} in {source}: expected eagle3")
+        raise OutriderError(f"unsupported speculators head {kind!r} in {files.source}: expected eagle3")
     files.rename(_plain_name)
     for mark, what in OTHER_KINDS.items():
         if any([name.startswith(mark) for name in files.tensors]):
-            raise OutriderError(f"unsupported head in {source}: {what} ({mark}), expected EAGLE-1 to 3")
+            raise OutriderError(f"unsupported head in {files.source}: {what} ({mark}), expected EAGLE-1 to 3")
     files.check_sections(SECTIONS)
     layer = config.get("transformer_layer_config") or config.get("model") or config
     tensors = files.tensors
@@ -55,11 +55,11 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     if bias is not None and not bias.is_meta and not bias.any():  # as ``export`` writes a head without one
         del tensors["fc.bias"]
     if "fc.weight" not in tensors:
-        raise OutriderError(f"{source} is not an EAGLE head: fc.weight is missing")
+        raise OutriderError(f"{files.source} is not an EAGLE head: fc.weight is missing")
     files.check_dims({"fc.weight": 2, "embed_tokens.weight": 2, "lm_head.weight": 2})
     if layer.get("model_type", "llama") not in LLAMA_LIKE:
-        raise OutriderError(f"unsupported layers {layer['model_type']} in {source}: only Llama layers can be loaded")
-    check_sizes(f"{source}/config.json", layer)
+        raise OutriderError(f"unsupported layers {layer['model_type']} in {files.source}: only Llama layers can be loaded")
+    check_sizes(f"{files.source}/config.json", layer)
     if model is not None:
         has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
     llama = _llama(files, layer, target.vocab_size)
@@ -68,10 +68,10 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     else:
         shape = _shape_of_generation_1(tensors, llama, target.num_layers)
         tensors.pop("lm_head.weight", None)  # the output head is the target's; a stored one is a copy
-    head = files.made(lambda: EagleHead(shape))
+    head = files.build(lambda: EagleHead(shape))
     if not shape.reduced and shape.draft_vocab_size < target.vocab_size:
         drafted = f"{shape.draft_vocab_size} of {target.vocab_size} tokens"
-        raise OutriderError(f"{source} drafts {drafted}, but the mapping d2t is missing")
+        raise OutriderError(f"{files.source} drafts {drafted}, but the mapping d2t is missing")
     files.offsets_to_ids()
     files.fill(head, IGNORED)
     head.check_fit(target)
@@ -89,7 +89,7 @@ def _llama(files: HeadFiles, layer: dict[str, Any], vocab_size: int) -> LlamaCon
     given["attention_bias"] = "layers.0.self_attn.q_proj.bias" in files.tensors  # configs call it qkv_bias or omit it
     num_layers = max(1, files.count_numbered(r"layers\.(\d+)\."))
     shape = given | {"num_hidden_layers": num_layers, "attention_dropout": 0.0}
-    config = files.made(lambda: LlamaConfig(**shape), "its config is not valid for Llama layers")
+    config = files.build(lambda: LlamaConfig(**shape), "its config is not valid for Llama layers")
     embedding = files.tensors.get("embed_tokens.weight")
     config.vocab_size = vocab_size if embedding is None else embedding.shape[0]
     config._attn_implementation = "outrider"
@@ -113,12 +113,12 @@ def _shape_of_generation_1(tensors: dict[str, Tensor], llama: LlamaConfig, num_l
 def _shape_of_generation_3(files: HeadFiles, llama: LlamaConfig, num_layers: int) -> EagleShape:
     config, tensors, source = files.config, files.tensors, files.source
     is_speculators = "speculators_model_type" in config
-    width = files.integer(config, "target_hidden_size", usual=llama.hidden_size)
+    width = files.integer(config, "target_hidden_size", default=llama.hidden_size)
     num_features, rest = divmod(tensors["fc.weight"].shape[1], width)
     if rest or not num_features:
         raise OutriderError(f"{source}: the input width {tensors['fc.weight'].shape[1]} of fc is not a multiple of {width}")
     key, inner = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
-    ids = files.named_states(config.get(key), inner.get(key), lambda: default_hidden_states(num_layers))
+    ids = files.hidden_state_ids(config.get(key), inner.get(key), lambda: default_hidden_states(num_layers))
     if len(ids) != num_features:
         raise OutriderError(f"{source} reads {num_features} features, but its config names the layers {ids}")
     output = tensors.get("lm_head.weight")

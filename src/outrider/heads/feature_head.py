@@ -28,7 +28,7 @@ class Norm(nn.RMSNorm):
 
 
 class FeatureHead(nn.Module):
-    """A head with its own layers. ``lend`` provides the target's embedding and output head if it uses them."""
+    """A head with its own layers. ``share_target_modules`` provides the target's embedding and output head if it uses them."""
 
     target_hidden_size: int
     hidden_states: tuple[int, ...]  # target hidden states that it reads, numbered as in ``types.Scores``
@@ -42,7 +42,8 @@ class FeatureHead(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lent: list[nn.Module] = []  # embedding and output head; in a list, so that the target's modules are not registered
+        # Embedding and output head of the target, in a list, so that they are not registered as modules of the head.
+        self.target_modules: list[nn.Module] = []
         self._postprocess: Postprocess | None = None
         self._columns = torch.empty(0, dtype=torch.long)  # [V] column of the padded logits per target token
 
@@ -66,22 +67,22 @@ class FeatureHead(nn.Module):
     def logits(self, out: Tensor) -> Tensor:
         """Map [..., H] to logits [..., Vd] over the head's vocabulary."""
 
-    def lend(self, embedding: nn.Module, output: nn.Module, postprocess: Postprocess | None = None) -> None:
+    def share_target_modules(self, embedding: nn.Module, output: nn.Module, postprocess: Postprocess | None = None) -> None:
         """Set the target's embedding, output head and logit post-processing."""
-        self.lent, self._postprocess = [embedding, output], postprocess
+        self.target_modules, self._postprocess = [embedding, output], postprocess
 
     def target_logits(self, features: Tensor) -> Tensor:
         """Return the target's logits of its last features: [..., H] -> [..., V]."""
-        values: Tensor = self.lent[1](features)
+        values: Tensor = self.target_modules[1](features)
         return values if self._postprocess is None else self._postprocess(values)
 
     def embed(self, token_ids: Tensor, like: Tensor) -> Tensor:
         """Return the embeddings [..., H] of tokens, the head's own or the target's, in the dtype of ``like``."""
-        embedding = getattr(self, "embed_tokens", None) or self.lent[0]
+        embedding = getattr(self, "embed_tokens", None) or self.target_modules[0]
         embeds: Tensor = embedding(token_ids)
         return embeds.to(like.dtype)
 
-    def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
+    def to_target_vocabulary(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Expand [..., Vd] to float32 [..., V] over the target's vocabulary, ``IMPOSSIBLE_LOGIT`` for tokens the head lacks."""
         logits = logits.float()
         ids = self.draft_ids
@@ -100,7 +101,7 @@ class FeatureHead(nn.Module):
         if vocab_size != target.vocab_size:
             raise OutriderError(f"the head was made for {vocab_size} tokens, but {target.name} has {target.vocab_size}")
 
-    def check_borrowing(self, hidden_size: int, target: TargetSizes) -> None:
+    def check_shared_size(self, hidden_size: int, target: TargetSizes) -> None:
         """Raise ``OutriderError`` if a head of this size cannot use the target's embedding or output head."""
         if hidden_size != target.hidden_size:
             raise OutriderError(f"the head has hidden size {hidden_size} but no embedding or output head of that size")
@@ -130,4 +131,4 @@ class RolloutHead(FeatureHead):
 
     def step(self, out: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Return the feedback [..., H] of outputs, and their logits float32 [..., V] over the target's vocabulary."""
-        return self.feedback(out), self.spread(self.logits(out), vocab_size)
+        return self.feedback(out), self.to_target_vocabulary(self.logits(out), vocab_size)

@@ -12,22 +12,24 @@ from torch import Tensor, nn
 
 from outrider.heads import block_formats, eagle_formats, medusa, mtp_formats
 from outrider.heads.block import BlockHead
-from outrider.heads.checkpoint import measured, read_folder
+from outrider.heads.checkpoint import HeadFiles, measured
 from outrider.heads.eagle import EagleHead
 from outrider.heads.feature_head import FeatureHead
+from outrider.heads.own_tables import SHARED
 from outrider.runner import ModelRunner
+from outrider.runner.linear import PackedEmbedding, PackedLinear
 from outrider.runner.loading import text_config
 from outrider.types import Finding, dtype_name
 
 ENOUGH, FEW = 0.95, 0.85  # share of a text's tokens that a reduced vocabulary should cover, and below which it is suspicious
 LARGE = 0.25  # share of the target's weights above which drafting is expensive
-SAME = 0.1  # maximum relative distance of copied embeddings, rounding included
 
 
 def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
     """Check an EAGLE head. ``sample``: token ids of a text. Raises ``OutriderError`` for unreadable or invalid files."""
-    config, tensors = read_folder(folder)
-    head = eagle_formats.load(folder, target, target.model)
+    files = HeadFiles.read(folder)
+    config, tensors = files.config, files.tensors
+    head = eagle_formats.load(files, target, target.model)
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     if not head.shape.own_embedding and any(name.endswith("embed_tokens.weight") for name in tensors):
         yield Finding("ok", "embedding", "the target's")  # the number of padding rows may differ
@@ -56,8 +58,9 @@ def of_mtp(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator
 
 def of_block(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
     """Check a block drafter. Raises ``OutriderError`` for unreadable or invalid files."""
-    config, tensors = read_folder(folder)
-    head = block_formats.load(folder, target, target.model)
+    files = HeadFiles.read(folder)
+    config, tensors = files.config, files.tensors
+    head = block_formats.load(files, target, target.model)
     shape = head.shape
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     yield from _vocabulary(shape.config.vocab_size, target)
@@ -88,8 +91,9 @@ def _names_layers(config: Mapping[str, Any]) -> bool:
 
 def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
     """Check Medusa heads."""
-    config, tensors = read_folder(folder)
-    heads, accuracies = medusa.load(folder, target.vocab_size)
+    files = HeadFiles.read(folder)
+    config, tensors = files.config, files.tensors
+    heads, accuracies = medusa.load(files, target.vocab_size)
     medusa.check_fit(heads, target)
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     yield from _vocabulary(config.get("vocab_size"), target)
@@ -187,18 +191,18 @@ def _dtype(tensors: Mapping[str, Tensor], target: ModelRunner) -> Iterator[Findi
 
 
 def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
-    """Check that a head's own embedding is close to the target's."""
+    """Compare a head's own embedding with the target's."""
     own = head.embed_tokens.weight
     if own.shape[1] != target.hidden_size:
         return
     ids = torch.arange(min(len(own), target.vocab_size), device=target.device)
     own, other = own[: len(ids)].float(), target.model.get_input_embeddings()(ids).float().cpu()
     distance = float((own - other).norm() / other.norm().clamp_min(1e-12))
-    if distance > SAME:
-        text = f"differs from the target's by {distance:.0%}: made for another target, or trained further"
-        yield Finding("suspicious", "embedding", text)
+    text = f"its own, differs from the target's by {distance:.0%}"
+    if distance > SHARED:
+        yield Finding("suspicious", "embedding", f"{text}: made for another target, or trained further")
     else:
-        yield Finding("ok", "embedding", "the target's")
+        yield Finding("ok", "embedding", text)
 
 
 def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
@@ -206,8 +210,19 @@ def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
     own = sum(weight.numel() for name, weight in head.named_parameters() if "embed_tokens" not in name)
     if isinstance(head, FeatureHead) and head.uses_targets_output:
         own += target.vocab_size * target.hidden_size
-    whole = sum(tensor.numel() for tensor in {*target.model.parameters(), *target.model.buffers()})
+    whole = _num_weights(target.model)
     text = f"{what} reads {own / 1e6:.1f} M weights, {own / max(whole, 1):.0%} of the target's"
     if own > LARGE * whole:
         return Finding("suspicious", "size", f"{text}: drafting is expensive")
     return Finding("ok", "size", text)
+
+
+def _num_weights(model: nn.Module) -> int:
+    """Return the number of weights, of which several may share a byte of a packed layer."""
+    counts = {tensor: tensor.numel() for tensor in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            counts[module.packed] = module.out_features * module.in_features
+        elif isinstance(module, PackedEmbedding):
+            counts[module.packed] = module.num_embeddings * module.embedding_dim
+    return sum(counts.values())

@@ -85,8 +85,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def eagle3(entry: Entry, tensors: Tensors, values: Values) -> None:
-    """Read an EAGLE-3 head. Whether it has a norm before fc is known from its tensors."""
-    entry("norm_before_fc")
+    """Read an EAGLE-3 head."""
     values |= {
         "eagle_aux_hidden_state_layer_ids": required(entry, "target_layers"),
         "target_hidden_size": required(entry, "target_hidden_size"),
@@ -145,7 +144,7 @@ def _add_llama3_scaling(tensors: Tensors, values: Values) -> None:
 
 
 HEADS = {  # by llama.cpp's name of the architecture
-    "eagle3": Architecture("llama", eagle3, changes_like="llama"),
+    "eagle3": Architecture("llama", eagle3, changes_like="llama", ignored="norm_before_fc"),  # a tensor shows it
     "dflash": Architecture("qwen3", dflash, ignored=r"has_confidence_head|rope\.dimension_sections"),
     "gemma4-assistant": Architecture("gemma4_assistant", gemma4_assistant, scalings=()),
 }
@@ -180,8 +179,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     file.refuse_unsupported_types(name for name in found if name != MAPPING)
     if torch.get_default_device().type == "meta":
         return {own: _header(file, name) for name, own in found.items()}
-    restore = gguf.restorer(file.config(), file)
-    return {own: _values(file, name, restore) for name, own in found.items()}
+    undo = gguf.converter_undo(file.config(), file)
+    return {own: _values(file, name, undo) for name, own in found.items()}
 
 
 def opened(path: Path) -> gguf.GgufFile:
@@ -206,11 +205,11 @@ def _names(file: gguf.GgufFile) -> dict[str, str]:
     return found
 
 
-def _values(file: gguf.GgufFile, name: str, restore: Callable[[Any, str], Any]) -> Tensor:
+def _values(file: gguf.GgufFile, name: str, undo: Callable[[Any, str], Any]) -> Tensor:
     """Return a tensor's values in the layout of a folder."""
     tensor = file.tensors[name]
     if name != MAPPING:
-        return gguf.rows_of(restore, tensor)
+        return gguf.read_tensor(undo, tensor)
     ids = torch.from_numpy(tensor.data.astype(np.int64))
     return ids - torch.arange(len(ids))
 

@@ -30,7 +30,7 @@ Head = TypeVar("Head", bound=FeatureHead)
 
 
 class Step(NamedTuple):
-    """What a head computes of a token that a draft follows."""
+    """Output of a head at one token: the feedback and the logits of the next token."""
 
     feedback: Tensor  # [..., H]: replaces the target's next feature
     logits: Tensor  # float32 [..., V], of the next token
@@ -41,12 +41,12 @@ class Step(NamedTuple):
 
 
 class HeadProgram(Program):
-    """A pass of a head, whose modules include what its target lends."""
+    """A pass of a head. Its modules include those of the target that the head uses."""
 
     def __init__(self, head: FeatureHead, cache: KVCache, target: PreTrainedModel) -> None:
         super().__init__()
         self._target = described(target)  # scales of its embedding and caps of its logits are compiled in
-        self.head, self.lent = head, nn.ModuleList(head.lent)
+        self.head, self.target_modules = head, nn.ModuleList(head.target_modules)
         self.cache, self.num_layers = cache, len(head.layers)
         self.label = f"the pass of the {type(head).__name__}"
 
@@ -104,7 +104,7 @@ class HeadRunner(ABC, Generic[Head]):
         head.rotary_emb = type(rotary)(rotary.config).to(target.device)
         model, postprocess = target.model, postprocess_of(target.model) if head.uses_targets_output else None
         self._target = model
-        head.lend(model.get_input_embeddings(), model.get_output_embeddings(), postprocess)
+        head.share_target_modules(model.get_input_embeddings(), model.get_output_embeddings(), postprocess)
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
         cache_dtype = linear.arithmetic(head)
         self.cache = KVCache(head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device)

@@ -72,7 +72,7 @@ class MedusaHeads(nn.Module):
         logits: Tensor = self.lm_heads[index](self.blocks[index](hidden))
         return logits
 
-    def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
+    def to_target_vocabulary(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Expand [..., V'] to float32 [..., V] over the target's vocabulary, ``IMPOSSIBLE_LOGIT`` for tokens the heads lack."""
         if self.token_map is None:
             return logits.float()
@@ -85,7 +85,7 @@ class MedusaHeads(nn.Module):
         return found if self.token_map is None else self.token_map[found]
 
 
-def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies | None]:
+def load(source: str | Path | HeadFiles, vocab_size: int) -> tuple[MedusaHeads, Accuracies | None]:
     """Read heads in float32 and their measured accuracies, if stored. Raises ``OutriderError`` if they do not fit."""
     files = HeadFiles.read(source)
     files.rename(lambda name: re.sub(r"^medusa_heads?\.", "", name))
@@ -93,7 +93,7 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
         files.rename(_from_original)
     tensors = files.tensors
     if not any(name.startswith("blocks.0.") for name in tensors):
-        raise OutriderError(f"{source} has no Medusa heads: expected '0.0.linear.weight' or 'blocks.0.layers.0.weight'")
+        raise OutriderError(f"{files.source} has no Medusa heads: expected '0.0.linear.weight' or 'blocks.0.layers.0.weight'")
     # The number of heads is counted in the file, because configs are often wrong.
     num_heads, layers = files.count_numbered(r"blocks\.(\d+)\."), files.count_numbered(r"blocks\.0\.layers\.(\d+)\.")
     shared = tensors.pop("lm_head.weight", None)
@@ -101,17 +101,17 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
         tensors |= {f"lm_heads.{head}.weight": shared for head in range(num_heads) if f"lm_heads.{head}.weight" not in tensors}
     first = tensors.get("lm_heads.0.weight")
     if first is None:
-        raise OutriderError(f"{source} has no lm_heads.0.weight")
+        raise OutriderError(f"{files.source} has no lm_heads.0.weight")
     files.check_dims({"lm_heads.0.weight": 2})
     mapped, size = "token_map" in tensors, first.shape[0]
     if not mapped and size != vocab_size:
         raise OutriderError(
-            f"{source} has a vocabulary of {size} tokens, but the target has {vocab_size}: made for another target"
+            f"{files.source} has a vocabulary of {size} tokens, but the target has {vocab_size}: made for another target"
         )
-    check_ids(tensors.get("token_map"), vocab_size, f"{source}: its token map", "the target")
+    check_ids(tensors.get("token_map"), vocab_size, f"{files.source}: its token map", "the target")
     shape = MedusaShape(num_heads, layers, first.shape[1], size, "blocks.0.layers.0.bias" in tensors, mapped)
     heads = files.fill(MedusaHeads(shape))
-    rows = measured(files.config, "accuracies", 2, source)
+    rows = measured(files.config, "accuracies", 2, files.source)
     return heads, tuple([tuple(map(float, row)) for row in rows]) if rows else None
 
 

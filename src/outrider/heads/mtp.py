@@ -27,15 +27,15 @@ from outrider.types import OutriderError
 
 
 @dataclass(frozen=True)
-class Body:
+class LayerTemplate:
     """A model without weights that provides the parts of a head."""
 
     model: PreTrainedModel  # on the meta device
     layers: dict[int, LayerShape]  # decoder layers that attend to the whole sequence, and what they store
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, kind: Any, stored: CacheShape | None = None) -> Body:
-        """Return the body of a model class. ``stored``: what its layers store, if known.
+    def of(cls, config: PreTrainedConfig, kind: Any, stored: CacheShape | None = None) -> LayerTemplate:
+        """Return the template of a model class. ``stored``: what its layers store, if known.
 
         Raises ``OutriderError`` if no layer of the model can run alone.
         """
@@ -46,13 +46,13 @@ class Body:
         for layer, place in enumerate(() if found is None or found.by_request else found.places):
             if place is not None and (not kinds or kinds[layer] == "full_attention"):
                 whole[layer] = found.kinds[place[0]][0]  # type: ignore[union-attr]
-        body = cls(model, whole)
+        template = cls(model, whole)
         if not whole:
             raise OutriderError(f"{model.config.model_type} has no layer with full attention for a head")
-        body._try(max(whole))
-        return body
+        template._check_layer_runs_alone(max(whole))
+        return template
 
-    def _try(self, layer: int) -> None:
+    def _check_layer_runs_alone(self, layer: int) -> None:
         """Run one layer alone. Raises ``OutriderError`` if it needs more than hidden states and positions."""
         text = text_config(self.model)
         hidden = torch.zeros(1, 2, int(text.hidden_size), device="meta")
@@ -89,18 +89,18 @@ def run_layer(layer: nn.Module, hidden: Tensor, position_ids: Tensor, rotation: 
 class MtpHead(RolloutHead):
     """The head's modules, under Outrider's names."""
 
-    def __init__(self, body: Body, layer: int, own_embedding: bool = False, own_output: bool = False) -> None:
-        """``layer``: the body's layer that is copied."""
+    def __init__(self, template: LayerTemplate, layer: int, own_embedding: bool = False, own_output: bool = False) -> None:
+        """``layer``: the template's layer that is copied."""
         super().__init__()
-        self.model_config, self.text, self.layer = body.model.config, text_config(body.model), layer
+        self.model_config, self.text, self.layer = template.model.config, text_config(template.model), layer
         self.settings = self.text
-        self.cache_shape = CacheShape.of({layer: body.layers[layer]})
+        self.cache_shape = CacheShape.of({layer: template.layers[layer]})
         self.hidden_states, self.uses_targets_output = (num_layers(self.text),), not own_output
         self.target_hidden_size = hidden = int(self.text.hidden_size)
-        decoder: Any = body.model.get_decoder()
+        decoder: Any = template.model.get_decoder()
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.embed_norm, self.hidden_norm, self.norm = (body.new(decoder.norm) for _ in range(3))
-        self.layers = nn.ModuleList([body.new(decoder_layers(body.model)[layer])])
+        self.embed_norm, self.hidden_norm, self.norm = (template.new(decoder.norm) for _ in range(3))
+        self.layers = nn.ModuleList([template.new(decoder_layers(template.model)[layer])])
         self.rotary_emb = type(decoder.rotary_emb)(self.text)
         if own_embedding:
             self.embed_tokens = nn.Embedding(int(self.text.vocab_size), hidden)

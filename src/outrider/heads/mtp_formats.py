@@ -28,7 +28,7 @@ from outrider.heads.checkpoint import (
     tensor_names,
     write_folder,
 )
-from outrider.heads.mtp import Body, MtpHead
+from outrider.heads.mtp import LayerTemplate, MtpHead
 from outrider.heads.own_tables import has_own_table
 from outrider.runner import ModelRunner, gguf, loading
 from outrider.types import OutriderError
@@ -70,13 +70,16 @@ def load(source: str | Path, target: ModelRunner) -> MtpHead:
     folder = find_folder(source)
     layout, prefix = _found_layout(folder, target.num_layers, str(source))
     files = HeadFiles(source, folder, *read_folder(folder, prefix))
-    names = {_own_name(layout, name.removeprefix(prefix)): name for name in files.tensors}
-    found = files.tensors = {own: files.tensors[name] for own, name in names.items() if own is not None}
-    body = _body(folder, files.config, target)
+    found = files.tensors = {
+        own: tensor
+        for name, tensor in files.tensors.items()
+        if (own := _own_name(layout, name.removeprefix(prefix))) is not None
+    }
+    template = _template(folder, files.config, target)
     own_embedding = has_own_table(found, "embed_tokens.weight", target.model.get_input_embeddings())
     own_output = has_own_table(found, "lm_head.weight", target.model.get_output_embeddings())
-    layer = body.layer_for(any(".experts." in name for name in found))
-    head = files.made(lambda: MtpHead(body, layer, own_embedding, own_output))
+    layer = template.layer_for(any(".experts." in name for name in found))
+    head = files.build(lambda: MtpHead(template, layer, own_embedding, own_output))
     head.check_fit(target)
 
     def named(name: str) -> str:
@@ -154,14 +157,14 @@ def _stored_name(layout: Layout, name: str) -> str:
     return f"{layout.parts[own]}{name.removeprefix(own)}".removeprefix(".")
 
 
-def _body(folder: Path, config: Mapping[str, Any], target: ModelRunner) -> Body:
+def _template(folder: Path, config: Mapping[str, Any], target: ModelRunner) -> LayerTemplate:
     """Return the model that provides the head's parts: the target, or the one described by the config of the head's folder."""
     own = target.model.config
     kinds = (own.model_type, loading.text_config(own).model_type)
     if config.get("model_type") in kinds:
-        return Body.of(own, type(target.model), target.cache.shape)
-    described = loading.load_config(folder)
-    return Body.of(described, loading.model_class(described))
+        return LayerTemplate.of(own, type(target.model), target.cache.shape)
+    described = loading.load_config(folder.parent if folder.is_file() else folder)
+    return LayerTemplate.of(described, loading.model_class(described))
 
 
 def _stack_experts(

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from outrider.heads.checkpoint import HeadFiles, TargetSizes
-from outrider.heads.mtp import Body, MtpHead
+from outrider.heads.mtp import LayerTemplate, MtpHead
 from outrider.heads.own_tables import has_own_table
 from outrider.runner import ModelRunner, gguf
 from outrider.runner.loading import decoder_layers, text_config
@@ -52,22 +52,22 @@ def load(path: Path, target: ModelRunner) -> MtpHead:
     kind, wanted = file.record.model_type, text_config(config).model_type
     if kind not in (wanted, config.model_type):
         raise OutriderError(f"{path} is of a {kind} model, but {target.name} is a {wanted} model")
-    body = Body.of(config, type(target.model), target.cache.shape)
+    template = LayerTemplate.of(config, type(target.model), target.cache.shape)
     prefix = f"blk.{target.num_layers}."
-    layer = body.layer_for(any(name.startswith(prefix) and "_exps." in name for name in file.tensors))
-    names = _names(file, prefix, body, layer)
-    files = HeadFiles(path, path, {}, _values(file, names, body, layer))
+    layer = template.layer_for(any(name.startswith(prefix) and "_exps." in name for name in file.tensors))
+    names = _names(file, prefix, template, layer)
+    files = HeadFiles(path, path, {}, _values(file, names, template, layer))
     own_embedding = has_own_table(files.tensors, "embed_tokens.weight", target.model.get_input_embeddings())
     own_output = has_own_table(files.tensors, "lm_head.weight", target.model.get_output_embeddings())
-    head = files.made(lambda: MtpHead(body, layer, own_embedding, own_output))
+    head = files.build(lambda: MtpHead(template, layer, own_embedding, own_output))
     stored = {f"{own}.weight": f"{prefix}{part}.weight" for part, own in PARTS.items()}
     stored |= {own: name for name, own in names.items()}
     return files.fill(head, named=lambda name: stored.get(name, name))
 
 
-def _names(file: gguf.GgufFile, prefix: str, body: Body, layer: int) -> dict[str, str]:
+def _names(file: gguf.GgufFile, prefix: str, template: LayerTemplate, layer: int) -> dict[str, str]:
     """Return the head's name of each tensor of the block. Raises ``OutriderError`` for a tensor that no layer has."""
-    known, names = file.known_names(body.model), {}
+    known, names = file.known_names(template.model), {}
     for name in file.tensors:
         part = name.removeprefix(prefix)
         stem, _, ending = part.rpartition(".")
@@ -78,16 +78,16 @@ def _names(file: gguf.GgufFile, prefix: str, body: Body, layer: int) -> dict[str
             continue
         own = file.record.own_name(f"blk.{layer}.{part}", known)
         if not own:
-            raise OutriderError(f"{file.path}: unexpected tensor {name} for a {body.model.config.model_type} model")
+            raise OutriderError(f"{file.path}: unexpected tensor {name} for a {template.model.config.model_type} model")
         names[name] = LAYER + own.partition(f"layers.{layer}.")[2]
     return names
 
 
-def _values(file: gguf.GgufFile, names: dict[str, str], body: Body, layer: int) -> dict[str, Tensor]:
+def _values(file: gguf.GgufFile, names: dict[str, str], template: LayerTemplate, layer: int) -> dict[str, Tensor]:
     """Return the values of the block's tensors under the head's names."""
-    read = partial(gguf.rows_of, gguf.restorer(text_config(body.model), file))
-    modules = dict(decoder_layers(body.model)[layer].named_modules(prefix=LAYER.removesuffix(".")))
+    read = partial(gguf.read_tensor, gguf.converter_undo(text_config(template.model), file))
+    modules = dict(decoder_layers(template.model)[layer].named_modules(prefix=LAYER.removesuffix(".")))
     return {
-        own: gguf.values_of([read(file.tensors[name]) for name in same], modules.get(own.rpartition(".")[0]))
-        for own, same in gguf.by_parameter(names).items()
+        own: gguf.join_parts([read(file.tensors[name]) for name in same], modules.get(own.rpartition(".")[0]))
+        for own, same in gguf.tensors_by_parameter(names).items()
     }

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Postprocess = Callable[[Tensor], Tensor]  # [..., V] -> [..., V]
 
 
-def standing_in(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+def with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """Return a module with another ``forward`` and the same weights and attributes, which model code may read."""
     own = copy.copy(module)
     own.forward = forward
@@ -43,8 +43,8 @@ def postprocess_of(model: PreTrainedModel) -> Postprocess | None:
     body, output = model.base_model, model.get_output_embeddings()
     if body is model or output is None:
         return None
-    setattr(own, model.base_model_prefix, standing_in(body, lambda *_, inputs_embeds, **__: _LastHidden((inputs_embeds,))))
-    own.set_output_embeddings(standing_in(output, lambda hidden: hidden))
+    setattr(own, model.base_model_prefix, with_forward(body, lambda *_, inputs_embeds, **__: _LastHidden((inputs_embeds,))))
+    own.set_output_embeddings(with_forward(output, lambda hidden: hidden))
 
     def postprocess(values: Tensor) -> Tensor:
         flat = values.reshape(1, -1, values.shape[-1])  # [1, T, V], as models return logits

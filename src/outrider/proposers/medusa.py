@@ -114,7 +114,7 @@ class MedusaProposer(Proposer):
         values = self.heads(last, depth)
         if self._postprocess is not None:
             values = self._postprocess(values)
-        logits = self.heads.spread(values, self._vocab_size)  # [D, A, V]
+        logits = self.heads.to_target_vocabulary(values, self._vocab_size)  # [D, A, V]
         return scatter_rows(logits.transpose(0, 1), able, batch).transpose(0, 1)
 
     def commit(self, context: Context, verdict: Verdict) -> None:

@@ -139,7 +139,7 @@ def _load_gguf(file: Path, config: PreTrainedConfig, dtype: torch.dtype | str, d
     config.__dict__.pop("quantization_config", None)
     with quiet(), torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
-    gguf.fill(model, file, dtype, device)
+    gguf.load_weights(model, file, dtype, device)
     moved: PreTrainedModel = model.eval().to(device)
     return moved
 

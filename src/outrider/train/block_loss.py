@@ -110,7 +110,7 @@ class BlockLoss:
             for draft in range(out.shape[2]):
                 target, one = self._target_logits(last, anchors + draft)[0], out[:, :, draft]
                 own = self.head.logits_after(one, self.head.logits(one), ids.gather(1, anchors + draft))[0]
-                pairs.append(acceptance(target, self.head.spread(own, target.shape[-1])))
+                pairs.append(acceptance(target, self.head.to_target_vocabulary(own, target.shape[-1])))
             found.append([torch.stack(each) for each in zip(*pairs, strict=True)])
         greedy, sampled = (torch.cat(each, 1) for each in zip(*found, strict=True))  # [K, anchors]
         lengths = [1 + float(each.cumprod(0).mean(1).sum()) for each in (greedy, sampled)]

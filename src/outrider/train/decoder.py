@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from outrider.errors import errors_as
-from outrider.heads.own_logits import standing_in
+from outrider.heads.own_logits import with_forward
 from outrider.runner.loading import decoder_layers, text_config
 from outrider.types import OutriderError
 
@@ -53,7 +53,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the model's norm and head to any layer's hidden state: [B, S, H] -> [B, S, V]."""
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        with self._replaced([standing_in(layer, lambda *_, **__: hidden) for layer in self.layers]):
+        with self._replaced([with_forward(layer, lambda *_, **__: hidden) for layer in self.layers]):
             out: Tensor = self.model(input_ids=ids, use_cache=False).logits
         return out
 
@@ -111,7 +111,7 @@ def _seen(layer: nn.Module, rows: Tensor | None, seen: list[Tensor]) -> nn.Modul
         seen.append(out)
         return out
 
-    return standing_in(layer, forward)
+    return with_forward(layer, forward)
 
 
 def _of_rows(value: Any, rows: Tensor, size: int) -> Any:

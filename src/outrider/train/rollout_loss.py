@@ -120,7 +120,7 @@ class RolloutLoss:
             logits = head.target_logits(last[0, 1 : 1 + len(out)])
             step = 1 + logits.shape[-1] // MANY_TOKENS
             target_probs = logits[::step].softmax(-1)  # [T, V]
-            draft_probs = head.spread(head.logits(out[::step]), target_probs.shape[-1]).softmax(-1)
+            draft_probs = head.to_target_vocabulary(head.logits(out[::step]), target_probs.shape[-1]).softmax(-1)
             alive = torch.ones(len(target_probs), device=device)
             for sibling in range(min(NUM_SIBLINGS, draft_probs.shape[-1] - 1)):
                 token = torch.multinomial(draft_probs.clamp_min(1e-20), 1, generator=generator)

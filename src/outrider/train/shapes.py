@@ -16,7 +16,7 @@ from outrider.heads.block import BlockHead, BlockShape
 from outrider.heads.eagle import EagleHead, EagleShape
 from outrider.heads.feature_head import FeatureHead
 from outrider.heads.medusa import MedusaHeads, MedusaShape
-from outrider.heads.mtp import Body, MtpHead
+from outrider.heads.mtp import LayerTemplate, MtpHead
 from outrider.heads.own_logits import Postprocess, postprocess_of
 from outrider.memory import require_memory
 from outrider.memory import size as in_bytes
@@ -174,12 +174,12 @@ def new_mtp(runner: ModelRunner) -> MtpHead:
     Its layer is a copy of the target's last kind of layer, or a Llama layer if the target's cannot run separately.
     """
     try:
-        body = Body.of(runner.model.config, type(runner.model), runner.cache.shape)
+        template = LayerTemplate.of(runner.model.config, type(runner.model), runner.cache.shape)
     except OutriderError as error:
         logger.info("%s: a Llama layer is trained", error)
-        body = Body.of(head_config(runner, LlamaConfig, runner.num_layers), LlamaForCausalLM)
-    _check_fits(loading.decoder_layers(body.model)[max(body.layers)], runner)  # most of the head
-    head = MtpHead(body, max(body.layers))
+        template = LayerTemplate.of(head_config(runner, LlamaConfig, runner.num_layers), LlamaForCausalLM)
+    _check_fits(loading.decoder_layers(template.model)[max(template.layers)], runner)  # most of the head
+    head = MtpHead(template, max(template.layers))
     with torch.no_grad():
         _repeat_feature(head)
         # The feature's norm removes its scale. Some norms store their scale minus one.
@@ -272,7 +272,7 @@ def trainable(head: Head, runner: ModelRunner) -> Head:
         head.set_attention(rollout_attention.NAME)
     output = output_layer(runner)
     postprocess, output.postprocess = output.postprocess, None  # separate, because a block drafter may have its own instead
-    head.lend(runner.model.get_input_embeddings(), output, postprocess)
+    head.share_target_modules(runner.model.get_input_embeddings(), output, postprocess)
     return head.to(runner.device).requires_grad_(True)
 
 

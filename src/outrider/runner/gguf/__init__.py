@@ -4,21 +4,21 @@ transformers maps most names of tensors and of config entries; ``architectures``
 before weights are read.
 """
 
-from outrider.runner.gguf.file import PLAIN, GgufFile, by_parameter
+from outrider.runner.gguf.file import PLAIN, GgufFile, tensors_by_parameter
 from outrider.runner.gguf.source import architecture_of, find, load_config
 from outrider.runner.gguf.tokenizer import load_tokenizer
-from outrider.runner.gguf.weights import fill, restorer, rows_of, values_of
+from outrider.runner.gguf.weights import converter_undo, join_parts, load_weights, read_tensor
 
 __all__ = [
     "PLAIN",
     "GgufFile",
     "architecture_of",
-    "by_parameter",
-    "fill",
+    "converter_undo",
     "find",
+    "join_parts",
     "load_config",
     "load_tokenizer",
-    "restorer",
-    "rows_of",
-    "values_of",
+    "load_weights",
+    "read_tensor",
+    "tensors_by_parameter",
 ]

@@ -1,4 +1,4 @@
-"""What a supported architecture of llama.cpp is: where its files differ from the model that transformers has."""
+"""Describe how a llama.cpp architecture's GGUF files differ from the transformers model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Architecture:
     none_if_missing: tuple[str, ...] = ()  # values that are None, not the config class's default, where the file has none
     # Values of a config, also of one beside the file, whose effect is in the file's tensors.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # The architecture whose changes of tensors transformers undoes: by default its own, or none if ``restore`` is given.
+    # Name of the llama.cpp architecture whose tensor conversion transformers knows how to undo; default: this one, or none if
+    # ``restore`` is given.
     changes_like: str = ""
     # Tensors that are parameters of the model one after another: A.weight becomes A.0.weight, A.1.weight ...
     stacked: tuple[str, ...] = ()

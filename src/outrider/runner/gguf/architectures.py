@@ -83,6 +83,7 @@ FALCON_H1: dict[str, Any] = {  # Files hold products of weights and factors. Emb
     "restore": changes.restore_mamba2,
 }
 ONLY_IMAGES = r"n_deepstack_layers|rope\.dimension_sections"  # entries about features and positions of images
+SHARED_WIDTH = "expert_shared_feed_forward_length"  # of the shared experts, which other entries determine
 
 ARCHITECTURES = {
     "llama": Architecture("llama", flags=BIASES, variant=lambda entry, _: MIXTRAL if entry("expert_count") else None),
@@ -179,7 +180,7 @@ ARCHITECTURES = {
         flags=BIAS | {"lm_head_bias": "output.bias"},
         config_tensors=tuple(configs.PHI3_FACTORS.values()),
     ),
-    "exaone-moe": Architecture("exaone_moe", configs.exaone_moe, router=SIGMOID, renamed=DEEPSEEK_BIAS),
+    "exaone-moe": Architecture("exaone_moe", configs.exaone_moe, router=SIGMOID, renamed=DEEPSEEK_BIAS, ignored=SHARED_WIDTH),
     "jais2": Architecture("jais2", configs.jais2, flags=BIASES),
     "dots1": Architecture("dots1", configs.add_deepseek_experts, router=SIGMOID, renamed=DEEPSEEK_BIAS),
     "falcon-h1": Architecture("falcon_h1", configs.falcon_h1, **FALCON_H1),
@@ -192,7 +193,10 @@ ARCHITECTURES = {
     ),
     "ernie4_5": Architecture("ernie4_5"),
     "ernie4_5-moe": Architecture(
-        "ernie4_5_moe", configs.ernie4_5_moe, renamed=_bias_at("mlp.gate.moe_statics.e_score_correction_bias")
+        "ernie4_5_moe",
+        configs.ernie4_5_moe,
+        renamed=_bias_at("mlp.gate.moe_statics.e_score_correction_bias"),
+        ignored=SHARED_WIDTH,
     ),
     "minimax-m2": Architecture(
         "minimax_m2", configs.minimax_m2, router=SIGMOID, theta=1e4, renamed=_bias_at("mlp.e_score_correction_bias")

@@ -207,7 +207,6 @@ def ernie4_5_moe(entry: Entry, _: Tensors, values: Values) -> None:
         "moe_layer_start_index": entry("leading_dense_block_count") or 0,
         "moe_layer_end_index": values["num_hidden_layers"] - 1,
     }
-    entry("expert_shared_feed_forward_length")  # the shared experts' width, which the converter computes in its own way
 
 
 def minimax_m2(entry: Entry, tensors: Tensors, values: Values) -> None:
@@ -418,7 +417,6 @@ def exaone_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values["num_shared_experts"] = required(entry, "expert_shared_count")
     _add_expert_groups(entry, values)
-    entry("expert_shared_feed_forward_length")  # that of all shared experts together
 
 
 def jais2(entry: Entry, _: Tensors, values: Values) -> None:

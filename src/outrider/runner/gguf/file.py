@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
@@ -29,21 +28,21 @@ from outrider.types import OutriderError
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Entries of every architecture that do not affect a supported model, or only together with others.
-UNDERSTOOD = (
+IGNORED_ENTRIES = (
     r"context_length|embedding_length|block_count|feed_forward_length|vocab_size|nextn_predict_layers"
     r"|rope\.(dimension_count(_swa)?|freq_base|scaling\.(type|factor|finetuned|original_context_length|yarn_beta_(fast|slow)))"
     r"|attention\.(head_count|head_count_kv|layer_norm_rms_epsilon|(key|value)_length(_swa)?|causal)"
 )
-OF_HEAD_SIZE = ("rope.dimension_count", "attention.value_length")  # unless the architecture reads them
-OF_HEADS = ("target_layers", "embedding_length_out")  # entries about the target of a head
-NEEDED = ("block_count", "embedding_length", "attention.head_count")
+HEAD_DIM_ENTRIES = ("rope.dimension_count", "attention.value_length")  # unless the architecture reads them
+DRAFT_HEAD_ENTRIES = ("target_layers", "embedding_length_out")  # entries about the target of a head
+REQUIRED_SIZES = ("block_count", "embedding_length", "attention.head_count")
 SEPARATE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")  # llama.cpp's name until April 2024
 STRING, LIST = 8, 9  # codes of types in a header
 TOKENS = "tokenizer.ggml.tokens"
 LEARNED = (1, 6)  # types of tokens: normal ones and bytes
 # Tokens at which a text or a turn ends. Most headers name only one of them, so llama.cpp finds the others by name, too
 # (llama-vocab.cpp). Its tokens that end the middle of a file are left out: the models' own configs do not name them.
-ENDS = frozenset(
+END_OF_GENERATION_TOKENS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
         *("<|endoftext|>", "<|end_of_text|>", "<eos>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>"),
@@ -202,7 +201,7 @@ class GgufFile:
 
     def refuse_unsupported(self) -> None:
         """Raise ``OutriderError`` for an unsupported architecture or type of tensor."""
-        if any(self.model_entry(name) is not None for name in OF_HEADS):
+        if any(self.model_entry(name) is not None for name in DRAFT_HEAD_ENTRIES):
             raise OutriderError(f"{self.path} drafts for another model ({self.architecture}): give it as the draft")
         if self.architecture not in ARCHITECTURES:
             raise OutriderError(
@@ -221,7 +220,7 @@ class GgufFile:
 
     def refuse_unknown_entries(self, read: Collection[str]) -> None:
         """Raise ``OutriderError`` for an entry that may change the model and is not among those ``read``."""
-        understood = re.compile(f"{UNDERSTOOD}|{self.record.ignored}")
+        understood = re.compile(f"{IGNORED_ENTRIES}|{self.record.ignored}")
         advice = "put the model's config.json into the file's folder and pass the folder"
         if self.head is not None:
             advice = "draft with the folder that the file was converted from"
@@ -239,7 +238,7 @@ class GgufFile:
             )
         head_dim = self.model_entry("attention.key_length")
         head_dim = head_dim or self.model_entry("embedding_length") // self.model_entry("attention.head_count")
-        for name in OF_HEAD_SIZE:
+        for name in HEAD_DIM_ENTRIES:
             value = self.model_entry(name)
             if name not in read and value not in (None, head_dim):
                 said = f"{self.architecture}.{name}={value} is not supported, expected {head_dim}, the size of a head"
@@ -266,7 +265,7 @@ class GgufFile:
                 if own is not None:
                     value = entry(name) if prefix == self.architecture else self.entry(f"{prefix}.{name}")
                     values |= {} if value is None else {own: value}
-        read.difference_update(OF_HEAD_SIZE)
+        read.difference_update(HEAD_DIM_ENTRIES)
         values.pop("model_type", None)  # llama.cpp's name of the architecture
         values["num_hidden_layers"] = entry("block_count") - self.num_mtp_layers
         # entries that transformers ignores
@@ -293,14 +292,14 @@ class GgufFile:
         """Return the tokens at which a text or a turn ends: those that the header names, then those of these names."""
         named = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         also = self.entry("tokenizer.ggml.eos_token_ids") or ()  # ollama's
-        by_name = {token: index for index, token in enumerate(self.tokens) if token in ENDS}
+        by_name = {token: index for index, token in enumerate(self.tokens) if token in END_OF_GENERATION_TOKENS}
         if any(by_name.keys() >= each for each in OF_CHANNELS):
             by_name.pop("<|end|>", None)
         return list(dict.fromkeys(token_id for token_id in (*named, *also, *by_name.values()) if token_id is not None))
 
     def _check_sizes(self) -> None:
         """Raise ``OutriderError`` unless the numbers that every model has are plausible."""
-        for name in NEEDED:
+        for name in REQUIRED_SIZES:
             value = self.model_entry(name)
             if not isinstance(value, int) or value < 1:
                 raise OutriderError(
@@ -324,12 +323,12 @@ class GgufFile:
     def _check_parts(self, names: Mapping[str, str]) -> None:
         """Raise ``OutriderError`` unless every parameter has its one tensor, or its two halves; experts' are of one type."""
         record = self.record
-        for own, parts in by_parameter(names).items():
+        for parameter, parts in tensors_by_parameter(names).items():
             expected = 2 if record.is_half(parts[0]) else 1
             if len(parts) < expected:
-                raise OutriderError(f"{self.path} has {parts[0]} without the other half of {own}")
+                raise OutriderError(f"{self.path} has {parts[0]} without the other half of {parameter}")
             if len(parts) > expected:
-                raise OutriderError(f"{self.path}: tensors {' and '.join(parts)} are the same parameter {own}")
+                raise OutriderError(f"{self.path}: tensors {' and '.join(parts)} are the same parameter {parameter}")
             kinds = [self.tensors[name].tensor_type.name for name in parts]
             if len({*kinds}) > 1 and EXPERT_TENSOR.fullmatch(parts[0]):
                 raise OutriderError(
@@ -360,29 +359,31 @@ class GgufFile:
         for name, tensor in self.tensors.items():
             if name in of_config or name.startswith(mtp) or architecture.is_unused(name, model.config):
                 continue
-            own = architecture.own_name(name, known)
+            parameter = architecture.own_name(name, known)
             if SEPARATE_EXPERT.fullmatch(name):
                 raise OutriderError(f"{self.path} is an old file with separate experts ({name}): take a newer conversion")
-            if own not in parameters:
+            if parameter not in parameters:
                 raise OutriderError(f"{self.path}: unexpected tensor {name} for a {model.config.model_type} model")
             shape = tensor.shape
-            wanted = architecture.shape_of(name, model.config) or self._shape_of(name, own, model, parameters[own])
+            wanted = architecture.shape_of(name, model.config) or self._shape_of(name, parameter, model)
             if len(wanted) == 1:  # Mamba 2's norm is stored in groups
                 shape = [prod(shape)]
             if [size for size in shape if size > 1] != [size for size in wanted if size > 1]:
                 raise OutriderError(f"{self.path}: tensor {name} is {shape}, expected {wanted} by the config")
-            names[name] = own
+            names[name] = parameter
         self._check_parts(names)
         given = {id(parameters[name]) for name in names.values()}
-        missing = [name for name, parameter in parameters.items() if id(parameter) not in given]
+        missing = [name for name, value in parameters.items() if id(value) not in given]
         if missing:
             raise OutriderError(f"{self.path} lacks {len(missing)} of the model's tensors, the first {missing[0]}")
         return names
 
-    def _shape_of(self, name: str, own: str, model: PreTrainedModel, parameter: Tensor) -> list[int]:
+    def _shape_of(self, name: str, parameter: str, model: PreTrainedModel) -> list[int]:
         """Return the shape of the tensor that is a parameter, or half of its rows."""
-        wanted = list(parameter.shape)
-        if EXPERT_TENSOR.fullmatch(name) and len(wanted) == 3 and model.get_submodule(own.rpartition(".")[0]).is_transposed:
+        layer, _, attribute = parameter.rpartition(".")
+        module = model.get_submodule(layer)
+        wanted = list(getattr(module, attribute).shape)
+        if EXPERT_TENSOR.fullmatch(name) and len(wanted) == 3 and module.is_transposed:
             wanted[1:] = wanted[:0:-1]
         if self.record.is_half(name):
             wanted[1 if EXPERT_TENSOR.fullmatch(name) else 0] //= 2
@@ -468,14 +469,14 @@ def _read(path: Path) -> Any:
     return reader
 
 
-def by_parameter(names: Mapping[str, str]) -> dict[str, list[str]]:
+def tensors_by_parameter(names: Mapping[str, str]) -> dict[str, list[str]]:
     """Group a file's tensors by the model's parameter. Where there are two, those of the first rows come first."""
     found: dict[str, list[str]] = {}
-    for name, own in sorted(names.items()):
-        found.setdefault(own, []).append(name)
+    for name, parameter in sorted(names.items()):
+        found.setdefault(parameter, []).append(name)
     return found
 
 
-def forget() -> None:
-    """Release the file that was opened last, which would stay mapped."""
+def close_cached_files() -> None:
+    """Drop the cached readers, so that no file stays memory-mapped."""
     _parsed.cache_clear()

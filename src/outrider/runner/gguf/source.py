@@ -20,7 +20,8 @@ FIRST_ENTRY = re.compile(rb"GGUF.{20}\x14\0{7}general\.architecture\x08\0{3}(.{8
 def find(source: object) -> Path | None:
     """Return the GGUF file of a source: the file itself, or the only model in a folder without other weights; otherwise None.
 
-    Of a file in parts it is the first part, whichever is named. Models are files of supported architectures, or all if none is.
+    Of a file in parts it is the first part, whichever is named. Only files of supported architectures count as models; if there
+    are none, every file counts, so that the error names it.
 
     Raises ``OutriderError`` for a folder with several models in GGUF files.
     """
@@ -59,11 +60,19 @@ def load_config(source: str | Path, path: Path) -> PreTrainedConfig:
     """
     file = GgufFile.open(path)
     file.refuse_unsupported()
-    config: PreTrainedConfig = (
-        AutoConfig.from_pretrained(path.parent) if is_beside(source, path, "config.json") else file.config()
-    )
+    config = _language_config(path.parent) if is_beside(source, path, "config.json") else file.config()
     for name, value in file.record.fixed.items():
         setattr(config, name, value)
     if file.is_quantized:
         config.quantization_config = {"quant_method": "gguf"}
     return config
+
+
+def _language_config(folder: Path) -> PreTrainedConfig:
+    """Return the config of the language model in a folder's config.json: files hold no other part of a multimodal model."""
+    whole = AutoConfig.from_pretrained(folder)
+    text: PreTrainedConfig = whole.get_text_config(decoder=True)
+    for name in ("tie_word_embeddings", "eos_token_id"):  # of a multimodal model in the outer config
+        if getattr(whole, name, None) is not None:
+            setattr(text, name, getattr(whole, name))
+    return text

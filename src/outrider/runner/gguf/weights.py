@@ -6,6 +6,7 @@ Tensors are read one after another, so that loading takes little more memory tha
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -24,25 +25,24 @@ from outrider.runner.checkpoints.weight import dtype_name
 from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weights_of
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import FACTORS, Array
-from outrider.runner.gguf.file import PLAIN, FileTensor, GgufFile, by_parameter, forget
+from outrider.runner.gguf.file import PLAIN, FileTensor, GgufFile, close_cached_files, tensors_by_parameter
 from outrider.runner.linear import JoinedLinear, PackedEmbedding, PackedLinear, is_plain_embedding
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
 
-def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: torch.device) -> None:
+def load_weights(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: torch.device) -> None:
     """Load the weights of a file into a model on the meta device, in place.
 
     With ``dtype="auto"`` on a CPU with Outrider's kernels, quantised linear layers and embeddings become packed ones with the
-    values of the file, and the other tensors keep their type. Otherwise every tensor is converted to ``dtype``, "auto" being
-    bfloat16 for a quantised file, else the file's own type.
+    values of the file, and the other tensors keep their type. Otherwise tensors are converted to ``dtype``, "auto" being
+    bfloat16 for a quantised file, else the file's own type; those that transformers keeps in float32 become float32.
 
     Raises ``OutriderError`` for tensors that do not match the model, and for weights that exceed the memory.
     """
     file = GgufFile.open(path)
-    record = file.record
-    forget()
+    close_cached_files()
     names = file.names(model)
     keeps = dtype == "auto" and native.serves(device)
     if file.is_quantized and not keeps:
@@ -53,33 +53,52 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
         to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
     require_memory(file.num_bytes(None if keeps else to), f"the weights in {path} take", "choose a smaller model")
     _fill_buffers(model, file)
-    read, places = partial(rows_of, restorer(model.config, file)), _places(model, set(names.values()))
-    packed: dict[str, Tensor] = {}
-    for own, same in by_parameter(names).items():
-        layer = own.rpartition(".")[0]
-        tensors, module = [file.tensors[name] for name in same], model.get_submodule(layer)
-        kinds, order = {tensor.tensor_type.name for tensor in tensors}, record.row_order(own, model.config)
-        if keeps and _is_packable(module, own) and kinds <= codes.FORMATS.keys() and not record.is_decoded(same[0]):
-            if len(kinds) > 1:
-                assert getattr(module, "bias", None) is None
-                _set(model, layer, _joined(file, same, read, order))
-            else:
-                packed[own] = _packed(file, same, read, order)
+    read, places = partial(read_tensor, converter_undo(model.config, file)), _places(model, set(names.values()))
+    parts = tensors_by_parameter(names)
+    in_blocks = {each: same for each, same in parts.items() if keeps and _stays_in_blocks(model, file, each, same)}
+    exact = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(to)]  # of parameters that stay in float32
+    for parameter, same in parts.items():
+        if parameter in in_blocks:
             continue
-        values = values_of([read(tensor) for tensor in tensors], module, order)
-        parameter = nn.Parameter(values if keeps else values.to(to), requires_grad=False)
-        for place in places[own]:
-            _set(model, place, parameter)
-    for own in packed:  # after the biases, which the packed layers copy
-        for place in places[own]:
-            _set_packed(model, place.rpartition(".")[0], own, packed)
-    _set_orders(model, file, {name: own for name, own in names.items() if own in packed})
+        module, order = model.get_submodule(parameter.rpartition(".")[0]), file.record.row_order(parameter, model.config)
+        values = join_parts([read(file.tensors[name]) for name in same], module, order)
+        if not keeps:
+            values = values.to(torch.float32 if any(re.search(pattern, parameter) for pattern in exact) else to)
+        loaded = nn.Parameter(values, requires_grad=False)
+        for place in places[parameter]:
+            _set(model, place, loaded)
+    _load_blocks(model, file, in_blocks, places, read)  # after the biases, which the packed layers copy
 
 
-def _is_packable(module: nn.Module, parameter: str) -> bool:
-    """Return whether a packed layer can replace the module of a parameter."""
+def _stays_in_blocks(model: PreTrainedModel, file: GgufFile, parameter: str, names: list[str]) -> bool:
+    """Return whether a packed layer can hold the blocks of the tensors of these names, which are a parameter."""
+    module = model.get_submodule(parameter.rpartition(".")[0])
     is_expert = sizes_of(module) is not None and parameter.endswith("_proj")
-    return is_expert or type(module) is nn.Linear or is_plain_embedding(module)
+    if not (is_expert or type(module) is nn.Linear or is_plain_embedding(module)) or file.record.is_decoded(names[0]):
+        return False
+    return all(file.tensors[name].tensor_type.name in codes.FORMATS for name in names)
+
+
+def _load_blocks(
+    model: PreTrainedModel,
+    file: GgufFile,
+    parts: Mapping[str, list[str]],
+    places: Mapping[str, list[str]],
+    read: Callable[..., Tensor],
+) -> None:
+    """Replace layers by packed ones. ``parts``: the names of each parameter's tensors. Raises ``OutriderError``."""
+    packed: dict[str, Tensor] = {}
+    for parameter, names in parts.items():
+        layer, order = parameter.rpartition(".")[0], file.record.row_order(parameter, model.config)
+        if len({file.tensors[name].tensor_type for name in names}) == 1:
+            packed[parameter] = _packed(file, names, read, order)
+            continue
+        assert getattr(model.get_submodule(layer), "bias", None) is None
+        _set(model, layer, _joined(file, names, read, order))
+    for parameter in packed:  # when both weights of a layer's experts are packed
+        for place in places[parameter]:
+            _set_packed(model, place.rpartition(".")[0], parameter, packed)
+    _set_orders(model, file, {name: parameter for parameter in packed for name in parts[parameter]})
 
 
 def _joined(file: GgufFile, names: list[str], read: Callable[..., Tensor], order: Array | None) -> JoinedLinear:
@@ -112,19 +131,19 @@ def _packed(file: GgufFile, names: list[str], read: Callable[..., Tensor], order
         raise OutriderError(f"{file.path}: tensor {names[0]}: {error}") from error
 
 
-def _set_packed(model: PreTrainedModel, layer: str, own: str, packed: Mapping[str, Tensor]) -> None:
-    """Replace a layer of the model by a packed one. ``own``: the parameter whose packed weight it gets."""
+def _set_packed(model: PreTrainedModel, layer: str, parameter: str, packed: Mapping[str, Tensor]) -> None:
+    """Replace a layer of the model by a packed one. ``parameter``: the parameter whose packed weight it gets."""
     module = model.get_submodule(layer)
     if isinstance(module, nn.Embedding):
-        _set(model, layer, PackedEmbedding(packed[own], module))
+        _set(model, layer, PackedEmbedding(packed[parameter], module))
     elif isinstance(module, nn.Linear):
-        _set(model, layer, PackedLinear(module.weight, module.bias, packed=packed[own]))
+        _set(model, layer, PackedLinear(module.weight, module.bias, packed=packed[parameter]))
     elif not isinstance(module, PackedExperts):  # otherwise both weights are placed already
         given = {name: packed[f"{layer}.{name}"] for name in weights_of(module) if f"{layer}.{name}" in packed}
         _set(model, layer, pack_experts(module, None, given))
 
 
-def values_of(parts: list[Tensor], module: Any, order: Array | None = None) -> Tensor:
+def join_parts(parts: list[Tensor], module: Any, order: Array | None = None) -> Tensor:
     """Return a parameter from its tensor or its two halves, in transformers' layout. ``order``: ``Architecture.row_order``."""
     whole = parts[0]
     if len(parts) == 2:
@@ -138,36 +157,36 @@ def values_of(parts: list[Tensor], module: Any, order: Array | None = None) -> T
 
 def _set_orders(model: PreTrainedModel, file: GgufFile, packed: Mapping[str, str]) -> None:
     """Tell packed layers the order of their inputs where it is not the model's. ``packed``: the model's names by the file's."""
-    for name, own in packed.items():
+    for name, parameter in packed.items():
         order = file.record.input_order(name, model.config)
         if order is not None:
-            model.get_submodule(own.removesuffix(".weight")).order = torch.from_numpy(order)
+            model.get_submodule(parameter.removesuffix(".weight")).order = torch.from_numpy(order)
 
 
-def restorer(config: PreTrainedConfig, file: GgufFile) -> Callable[[Array, str], Array]:
+def converter_undo(config: PreTrainedConfig, file: GgufFile) -> Callable[[Array, str], Array]:
     """Return what undoes llama.cpp's changes of a tensor's rows, such as the order of those of queries and keys."""
     restore = file.record.restore
     found: Any = TENSOR_PROCESSORS.get(file.record.changes_like or ("" if restore else file.architecture))
     names = ("num_attention_heads", "num_key_value_heads")
     processor = None if found is None else found(config={name: getattr(config, name) for name in names})
 
-    def restored(rows: Array, name: str) -> Array:
+    def undo(rows: Array, name: str) -> Array:
         rows = rows if processor is None else processor.process(weights=rows, name=name).weights
         return rows if restore is None else restore(rows, name, config)
 
-    return restored
+    return undo
 
 
 def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
     """Map each given parameter to the names it fills: its own, and those of tied parameters that are not given."""
     parameters = model.state_dict(keep_vars=True)
     return {
-        own: [name for name, same in parameters.items() if name == own or (same is parameters[own] and name not in given)]
-        for own in given
+        each: [name for name, same in parameters.items() if name == each or (same is parameters[each] and name not in given)]
+        for each in given
     }
 
 
-def rows_of(restore: Callable[[Array, str], Array], tensor: FileTensor, in_blocks: bool = False) -> Tensor:
+def read_tensor(undo: Callable[[Array, str], Array], tensor: FileTensor, in_blocks: bool = False) -> Tensor:
     """Return a tensor's values, or the bytes of its blocks, as a copy that does not keep the file mapped."""
     kind, data = tensor.tensor_type.name, tensor.data
     if kind not in PLAIN and not in_blocks:
@@ -176,7 +195,7 @@ def rows_of(restore: Callable[[Array, str], Array], tensor: FileTensor, in_block
             data = data * tensor.factors.reshape(-1, *[1] * (data.ndim - 1))
     if kind == "BF16":  # numpy has no bfloat16: the library returns bytes
         data = data.view(np.uint16)
-    rows = torch.from_numpy(np.array(restore(data, tensor.name), order="C"))
+    rows = torch.from_numpy(np.array(undo(data, tensor.name), order="C"))
     return rows.view(torch.bfloat16) if kind == "BF16" else rows
 
 
