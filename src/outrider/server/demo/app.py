@@ -70,8 +70,9 @@ class Demo:
 
     async def _tell(self, request: Request) -> Response:
         limits = {"prompt_chars": MAX_PROMPT, "max_tokens": MAX_TOKENS}
-        of_track = {"methods": self._track.methods, "lossless": self._track.is_lossless}
-        return JSONResponse(self._about | of_track | {"limits": limits, "waiting": len(self.line)})
+        track = self._track
+        of_track = {"methods": track.methods, "lossless": track.is_lossless, "same_text": track.is_same_text}
+        return JSONResponse(self._about | of_track | {"limits": limits})
 
     async def _race(self, request: Request) -> ASGIApp:
         """Stream a race as events. Invalid requests are refused before the visitor is queued."""
