@@ -383,7 +383,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"reasoning_effort": "much"}, "reasoning_effort: expected 'none', 'minimal'"),
         (
             {"messages": [{"role": "user"}]},
-            "content is missing: only an assistant's message with tool_calls or reasoning_content",
+            "content is missing: only an assistant's message with tool_calls, reasoning_content or refusal",
         ),
         ({"messages": [USER, CALLED, {"role": "tool", "content": "x"}]}, "messages.2: tool_call_id is missing"),
         ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": []}]}, "content is missing"),
@@ -591,7 +591,7 @@ def test_an_unknown_format_can_be_forced(tmp_path: Path) -> None:
     with serving(load(tmp_path, CHATML.replace("<tool_call>", "<call>"))) as server:
         refused = server.post("/v1/chat/completions", messages=[USER], tools=TOOLS)
         assert refused.status_code == 400
-        assert "no tool-call format of this model is known: set tool_choice" in refused.json()["error"]["message"]
+        assert "no tool-call format of this model is known: force a call with tool_choice" in refused.json()["error"]["message"]
         (choice,) = chat(server, tool_choice="required", parallel_tool_calls=False, **AT_ONCE)["choices"]
         assert choice["message"]["tool_calls"][0]["function"]["name"] in ("weather", "now")
         assert chat(server, tool_choice="none", max_tokens=2)["choices"][0]["message"].keys() == {"role", "content"}

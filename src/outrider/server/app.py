@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -75,7 +74,7 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
     for path, handler in handlers.items():
         app.add_api_route(path, handler, methods=["POST"], responses=REFUSALS, response_model=None)
     _add_states(app, service)
-    for kind in (OutriderError, RequestValidationError, HTTPException, asyncio.TimeoutError):
+    for kind in (OutriderError, RequestValidationError, HTTPException, TimeoutError):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(Gate, config=config, keys=keys)
     return app

@@ -52,7 +52,7 @@ async def prompt_logprobs(
     requests = [_request(llm, prompt, num_top) for prompt in prompts]
     found: dict[str, list[TokenLogprobs]] = {request.request_id: [TokenLogprobs(0.0)] for request in requests}
     longer = [[request] for request, prompt in zip(requests, prompts, strict=True) if len(prompt) > 1]
-    stream = bridge.submit(longer, deadline, client)
+    stream = bridge.submit(longer, deadline, client, is_preparation=True)
     try:
         async for emission in stream:
             if emission.finish_reason == "error":

@@ -24,8 +24,8 @@ from outrider.engine.queue import exceeds_share
 from outrider.server import schemas
 from outrider.server.bridge import Busy, Stopping
 from outrider.server.formats import Lead
+from outrider.server.parameters import levels
 from outrider.server.pool import WorkerPool
-from outrider.server.protocol import levels
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 KINDS: dict[type, str] = {
@@ -17,6 +17,15 @@ KINDS: dict[type, str] = {
 }
 PYTHONIC = {"True": "true", "False": "false", "None": "null"}  # models write these, too
 MAX_ALTERNATIVES = 64  # schemas that are read for the types of one value
+
+
+def levels(value: Any) -> Iterator[list[Any]]:
+    """Yield the values of JSON at each depth, the whole first. Each level is read when it is asked for."""
+    level = [value]
+    while level:
+        yield level
+        inside = [outer.values() if isinstance(outer, dict) else outer for outer in level if isinstance(outer, (dict, list))]
+        level = [inner for values in inside for inner in values]
 
 
 def moved(schema: Any, place: str) -> Any:
@@ -44,7 +53,7 @@ def _is_path(key: str, value: Any) -> bool:
 
 
 def typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of which some are JSON written as text with the types of their schema; others stay text."""
+    """Convert arguments given as text to the types of their JSON schema; text that has none of these types stays text."""
     properties = schema.get("properties")
     known = properties if isinstance(properties, dict) else {}
     return {
@@ -58,6 +67,8 @@ def _typed(text: str, types: set[str]) -> Any:
     try:
         value = json.loads(PYTHONIC.get(stripped, stripped), parse_constant=_refuse)
     except (ValueError, RecursionError):
+        return text
+    if isinstance(value, str):  # models write strings without quotes: these are part of the text
         return text
     if isinstance(value, float) and value.is_integer() and "integer" in types:
         return int(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -14,7 +14,7 @@ from outrider.engine.prompts import arguments_of, for_template, shown_tool
 from outrider.options import INT32, declared, shown
 from outrider.registry import PLAIN
 from outrider.server.formats import MAX_NAME
-from outrider.server.parameters import calls_schema
+from outrider.server.parameters import calls_schema, levels
 from outrider.types import Grammar, OutriderError, SamplingParams
 
 MAX_LOGPROBS = 20
@@ -56,15 +56,6 @@ def shallow(value: Any) -> Any:
             raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
     _unicode(json.dumps(value, ensure_ascii=False))
     return value
-
-
-def levels(value: Any) -> Iterator[list[Any]]:
-    """Yield the values of JSON at each depth, the whole first. Each level is read when it is asked for."""
-    level = [value]
-    while level:
-        yield level
-        inside = [outer.values() if isinstance(outer, dict) else outer for outer in level if isinstance(outer, (dict, list))]
-        level = [inner for values in inside for inner in values]
 
 
 def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -308,8 +299,8 @@ class Message(Body):
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # the same under vLLM's name
+    refusal: Text | None = None  # instead of content
     # accepted and ignored: clients send answers back as they came
-    refusal: Text | None = None
     annotations: list[Any] | None = None
     parsed: Any = None
     cache_control: Any = None
@@ -318,8 +309,11 @@ class Message(Body):
     def _has_content(self) -> Self:
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("tool_call_id is missing: a message with role tool needs the id of its call")
+        if self.role == "assistant" and not self.content:
+            self.content = self.refusal or self.content  # the model is shown what was said
         if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.thoughts)):
-            raise ValueError("content is missing: only an assistant's message with tool_calls or reasoning_content may lack it")
+            names = "tool_calls, reasoning_content or refusal"
+            raise ValueError(f"content is missing: only an assistant's message with {names} may lack it")
         return self
 
     @property

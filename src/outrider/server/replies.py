@@ -40,10 +40,10 @@ ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # chat templ
 MAX_QUOTED = 16  # markers in the strings of one call that are checked, which takes time
 JSON_MARK = re.compile(r'[\\"\[\]{}]')
 LISTED_CALL = re.compile(r'[\s,\[]*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:(?P<arguments>.*)\}', re.DOTALL)
-UNKNOWN = 'no tool-call format of this model is known: set tool_choice to "required" or to a function'
+UNKNOWN = "no tool-call format of this model is known: force a call with tool_choice"
 NO_OPENING = (
     "JSON output cannot be combined with tools that may be called: this model's tool calls have no known opening that "
-    'differs from JSON: set tool_choice to "none", "required" or a function'
+    "differs from JSON: force or forbid calls with tool_choice"
 )
 
 

@@ -28,7 +28,7 @@ from outrider.server.grammar import Grammars, TokenGrammar
 from outrider.server.message_events import PREFIX, MessageAnswer
 from outrider.server.messages import CountBody, MessagesBody, counted
 from outrider.server.metrics import Metrics
-from outrider.server.mistakes import mistakes, unreadable
+from outrider.server.mistakes import MAX_DETAIL, mistakes, unreadable
 from outrider.server.prompts import Aside, Prompts, tools
 from outrider.server.protocol import ChatBody, SamplingFields, StreamOptions
 from outrider.server.record import Record
@@ -287,7 +287,7 @@ class Watched:
         if isinstance(grammar, TokenGrammar) and grammar.refusal is not None:
             return OutriderError(grammar.refusal)
         if grammar is not None and (params.allowed_token_ids is not None or params.banned_token_ids):
-            return OutriderError(f"response_format and the allowed or banned tokens may leave no token: {error}")
+            return OutriderError(f"the form of the output and the allowed or banned tokens may leave no token: {error}")
         return TargetFailed(error)
 
     def close(self) -> None:
@@ -409,7 +409,7 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     if isinstance(error, RequestValidationError):
         inside = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # the first part is "body"
         where = inside[0]["loc"] if inside[0]["type"] != "json_invalid" else ()  # of broken JSON it is a position
-        param = str(where[0]) if where else None
+        param = str(where[0])[:MAX_DETAIL] if where else None
         body = error_body(mistakes(inside), "invalid_request_error", "invalid_body", param)
         details = next((found for each in inside if (found := each.get("ctx", {}).get("details"))), None)
         if details is not None:
@@ -423,7 +423,7 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         return 429, error_body(str(error), "rate_limit_error", "queue_full"), {"retry-after": str(error.retry_after)}
     if isinstance(error, Stopping):
         return 503, error_body(str(error), "server_error", "stopping"), {"retry-after": "5"}
-    if isinstance(error, asyncio.TimeoutError):
+    if isinstance(error, TimeoutError):
         return 504, error_body("the answer exceeded the server's time limit", "server_error", "timeout"), {}
     if isinstance(error, TargetFailed):
         return 500, error_body(str(error), "server_error"), {}
