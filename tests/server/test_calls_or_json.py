@@ -138,16 +138,16 @@ def test_every_text_that_the_grammar_allows_is_calls_or_valid_json(name: str, ki
     encode = partial(tokenizer.encode, add_special_tokens=False)
     prompt_ids = encode(prompt)
     (first,) = replies.readers(asked, prompt_ids)
-    assert first.lead is not None and first.lead.calls == openings
+    assert first.preamble is not None and first.preamble.calls == openings
     table = schemas.LLTokenizer(
         tokenizer.backend_tokenizer.to_str(), n_vocab=len(tokenizer), eos_token=[tokenizer.eos_token_id]
     )
-    grammar, counts = schemas.compiled(table, json.dumps(SCHEMA), first.lead), Counter[str]()
+    grammar, counts = schemas.compiled(table, json.dumps(SCHEMA), first.preamble), Counter[str]()
     for _ in range(40):
         thought = rng.choice([begins + rng.choice(["", "A.", '{"a": 1}']) + ends, "" if begins else ends]) if ends else ""
         answer = json.dumps({"a": 1, "b": rng.choice(SPELLED)})
         begun, spelled = rng.choice(
-            [(first.lead.heading, answer), (a_call(form, openings, rng), ""), (rng.choice(openings), "")]
+            [(first.preamble.heading, answer), (a_call(form, openings, rng), ""), (rng.choice(openings), "")]
         )
         plan = [token for text in (thought + rng.choice(["", "\n\n"]) + begun, *spelled) for token in encode(text)]
         output = walk(grammar.deep_copy(), plan, len(tokenizer), tokenizer.eos_token_id, rng)

@@ -18,7 +18,7 @@ from outrider.proposers.base import ScriptedProposer
 from outrider.sampling.grammar_masks import path_to
 from outrider.server import grammar, schemas
 from outrider.server.grammar import GrammarCompiler
-from outrider.server.prompts import tools
+from outrider.server.prompts import tokenizer_data
 from outrider.types import OutriderError, Proposal
 
 from .served import Served, serving
@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {"type": "array", "items": {"enum": ["ab", "a", 17]}, "m
 
 
 def compiler(llm: LLM) -> GrammarCompiler:
-    return GrammarCompiler(tools(llm))
+    return GrammarCompiler(tokenizer_data(llm))
 
 
 def tree_of(context: Any, k: int) -> Proposal:

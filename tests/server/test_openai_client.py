@@ -124,7 +124,8 @@ def test_the_stop_reason_tells_stop_strings_from_the_end_of_the_text(client: ope
 
 
 def test_a_speakers_name_reaches_the_template() -> None:
-    assert Message(role="user", content="Hello", name="Ada").plain() == {"role": "user", "content": "Hello", "name": "Ada"}
+    shown = Message(role="user", content="Hello", name="Ada").for_template()
+    assert shown == {"role": "user", "content": "Hello", "name": "Ada"}
 
 
 @pytest.mark.parametrize("stop", [None, ["e"]])

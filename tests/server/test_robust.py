@@ -26,7 +26,7 @@ from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.outputs import Emission
 from outrider.engine.stats import GenerationStats
 from outrider.runner import compiled
-from outrider.server.bridge import Busy, EngineBridge, Stream, load_aside
+from outrider.server.bridge import Busy, EngineBridge, Stream, call_in_temporary_thread
 from outrider.server.completions import CompletionBody
 from outrider.server.config import Client, KeyRing
 from outrider.server.gate import CLOSED, JsonLines
@@ -294,7 +294,7 @@ def test_an_invalid_key_file_is_refused(tmp_path: Path, text: str, says: str) ->
 
 
 def test_a_key_may_have_letters_outside_ascii(load: Callable[..., LLM], tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("schlüssel ada\n", encoding="utf-8-sig")  # with the mark that some editors put at the beginning
+    (tmp_path / "keys").write_text("schlüssel ada\n", encoding="utf-8-sig")  # with a byte order mark
     with serving(load(), KeyRing.load(tmp_path / "keys")) as server:
         for key, status in (("schlüssel", 200), ("schlussel", 401)):
             headers = {"authorization": f"Bearer {key}".encode()}
@@ -578,7 +578,7 @@ def test_loading_leaves_no_openmp_threads() -> None:
         return num_threads()
 
     before = num_threads()
-    assert load_aside(load) > before + 1 or torch.get_num_threads() == 1
+    assert call_in_temporary_thread(load) > before + 1 or torch.get_num_threads() == 1
     until(lambda: num_threads() <= before)  # threads of other tests may end meanwhile
 
 
@@ -587,7 +587,7 @@ def test_an_error_while_loading_is_raised_in_the_caller() -> None:
         raise OutriderError("no such model")
 
     with pytest.raises(OutriderError, match="no such model"):
-        load_aside(fail)
+        call_in_temporary_thread(fail)
 
 
 @pytest.mark.skipif(not native.load(), reason="no C++ compiler")

@@ -63,16 +63,16 @@ def command(
     try:
         import uvicorn
 
-        from outrider.server.bridge import load_aside
+        from outrider.server.bridge import call_in_temporary_thread
         from outrider.server.demo.app import Demo
         from outrider.server.run import listen
     except ImportError as missing:
         raise OutriderError(f"the demo requires {missing.name}: {how_to_install('serve')}") from None
     config = ServerConfig(**{name: read_option(ServerConfig, name, getattr(page, name)) for name in ("host", "port")})
     with listen(config.host, config.port) as listening:
-        track = load_aside(lambda: load_track(models, page.method))
+        track = call_in_temporary_thread(lambda: load_track(models, page.method))
         with waiting("warming up"):
-            speed = load_aside(track.warm_up)
+            speed = call_in_temporary_thread(track.warm_up)
         demo = Demo(track, {"target": models.target or "embedded", "draft": models.draft, "plain_tok_s": speed})
         host = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{host}:{listening.getsockname()[1]}/"

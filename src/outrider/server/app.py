@@ -15,7 +15,7 @@ from outrider import __version__
 from outrider.options import shown
 from outrider.server.config import KeyRing, ServerConfig
 from outrider.server.gate import Gate, error_body, error_response
-from outrider.server.service import Service, explained
+from outrider.server.service import Service, as_http_error
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _add_states(app: FastAPI, service: Service) -> None:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    status, body, headers = explained(error)
+    status, body, headers = as_http_error(error)
     if isinstance(error, HTTPException) and status in (404, 405):  # the router's
         what = f"{request.method} {shown(request.url.path)} is not served: expected {ROUTES}"
         body = error_body(what, "invalid_request_error", "unknown_url")

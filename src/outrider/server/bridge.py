@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 IDLE = 1.0  # seconds between two checks of the idle engine thread whether to stop
 
 
-def load_aside(load: Callable[[], Result]) -> Result:
-    """Call ``load`` in a temporary thread and return its result. Raises what ``load`` raises.
+def call_in_temporary_thread(work: Callable[[], Result]) -> Result:
+    """Call ``work`` in a temporary thread and return its result. Raises what ``work`` raises.
 
     OpenMP's worker threads belong to the thread that first used them and live as long as it does. If there are more of them
     than cores, they sleep between two operations instead of spinning, and waking them takes longer than most operations. So
@@ -41,13 +41,13 @@ def load_aside(load: Callable[[], Result]) -> Result:
     """
     result: Future[Result] = Future()
 
-    def work() -> None:
+    def run() -> None:
         try:
-            result.set_result(load())
+            result.set_result(work())
         except BaseException as error:
             result.set_exception(error)
 
-    threading.Thread(target=work, name="outrider-loading", daemon=True).start()
+    threading.Thread(target=run, name="outrider-loading", daemon=True).start()
     return result.result()
 
 

@@ -28,20 +28,22 @@ def levels(value: Any) -> Iterator[list[Any]]:
         level = [inner for values in inside for inner in values]
 
 
-def moved(schema: Any, place: str) -> Any:
+def rebase_references(schema: Any, place: str) -> Any:
     """Return a schema whose references into itself (``#`` or a path) are valid at ``place`` in another schema."""
     if isinstance(schema, list):
-        return [moved(each, place) for each in schema]
+        return [rebase_references(each, place) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: place + value[1:] if _is_path(key, value) else moved(value, place) for key, value in schema.items()}
+    return {
+        key: place + value[1:] if _is_path(key, value) else rebase_references(value, place) for key, value in schema.items()
+    }
 
 
 def calls_schema(functions: Mapping[str, Any], is_parallel: bool) -> dict[str, Any]:
     """Return the JSON schema of a list of calls. ``functions``: the schema of each function's arguments."""
     calls = []
     for index, (name, schema) in enumerate(functions.items()):
-        arguments = moved(schema, f"#/items/anyOf/{index}/properties/arguments")
+        arguments = rebase_references(schema, f"#/items/anyOf/{index}/properties/arguments")
         properties = {"name": {"const": name}, "arguments": arguments}
         calls.append({"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False})
     most = {} if is_parallel else {"maxItems": 1}

@@ -20,6 +20,7 @@ from outrider.server.demo.track import Track
 
 from ..served import TLS, until
 
+
 @pytest.fixture(scope="package", autouse=True)
 def patience() -> Iterator[None]:
     """Let races take long: other processes may use the machine."""

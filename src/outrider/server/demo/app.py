@@ -63,7 +63,7 @@ class Demo:
             Mount("/page", StaticFiles(directory=PAGE)),
         ]
         kinds: tuple[type[Exception], ...] = (HTTPException, OutriderError, ClientDisconnect, Exception)
-        return with_headers(Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, explained)))
+        return with_headers(Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error)))
 
     async def _index(self, request: Request) -> Response:
         return Response((PAGE / "index.html").read_bytes(), media_type="text/html")
@@ -160,7 +160,7 @@ def refusal(message: str, status: int, headers: Mapping[str, str] | None = None)
     return JSONResponse({"error": message}, status_code=status, headers=headers)
 
 
-async def explained(request: Request, error: Exception) -> Response:
+async def on_error(request: Request, error: Exception) -> Response:
     """Return an error of the client as one line; any other one says that the server failed."""
     if isinstance(error, HTTPException):
         return refusal(error.detail, error.status_code, error.headers)

@@ -57,7 +57,13 @@ def _tried(seen: RoundResult, parent: int, accepted: int | None) -> list[int]:
 
 
 def _place(
-    seen: RoundResult, target: Tensor, odds: Tensor | None, tried: list[int], accepted: int | None, emitted: int, has_chances: bool
+    seen: RoundResult,
+    target: Tensor,
+    odds: Tensor | None,
+    tried: list[int],
+    accepted: int | None,
+    emitted: int,
+    has_chances: bool,
 ) -> Entry:
     """Return the entry of one token, with token ids instead of names. ``odds``: a greedy target's, before the argmax."""
     proposal = seen.proposal
