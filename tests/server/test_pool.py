@@ -67,6 +67,14 @@ async def started(owner: Owner) -> AsyncIterator[Owner]:
         await pool.stop()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let jobs wait long for the processor: other processes may use the machine."""
+    monkeypatch.setattr(pools, "SLOWDOWN", 60.0)
+    slower = "from outrider.server import worker; worker.SLOWDOWN = 60.0; main()"
+    monkeypatch.setattr(pools, "COMMAND", pools.COMMAND.replace("main()", slower))
+
+
 def schema_pool(plain: LLM, seconds: float = 20.0, memory: int = 1 << 30, size: int = 1) -> WorkerPool:
     limits = {"seconds": seconds, "memory": memory, "nice": 0, "for_texts": False}
     return WorkerPool("compile a JSON schema", {**(tokenizer_data(plain) or {}), **limits}, size, eager=True)
@@ -139,6 +147,7 @@ async def test_prompts_that_cannot_fit_are_refused(plain: LLM) -> None:
             await prompts.chat(chat_body([{"role": "user", "content": ""}] * 300), ANYONE)
 
 
+@pytest.mark.usefixtures("patient")
 @in_loop
 async def test_a_job_over_its_time_limit_is_killed_and_the_next_runs(plain: LLM) -> None:
     async with started(schema_pool(plain, seconds=0.5)) as pool:
@@ -181,6 +190,7 @@ STUCK = (  # a chat template that takes a minute or 5 GB for one message
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc (Linux)")
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("said", "limit"), [("slow", "0.5 s"), ("large", "256 MiB of memory")])
 @in_loop
 async def test_messages_over_a_limit_are_refused_and_their_process_is_replaced(plain: LLM, said: str, limit: str) -> None:

@@ -42,12 +42,8 @@ class Call:
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's format. ``param``: the field of the body at fault."""
-    return {"error": {"message": _readable(message), "type": kind, "param": param and _readable(param), "code": code}}
-
-
-def _readable(text: str) -> str:
-    """Return a text with unpaired surrogates, which UTF-8 cannot encode, replaced."""
-    return text.encode(errors="replace").decode()
+    readable = message.encode(errors="replace").decode()
+    return {"error": {"message": readable, "type": kind, "param": param, "code": code}}
 
 
 def error_response(path: str, call: Call, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
