@@ -185,7 +185,7 @@ def test_reasoning_after_a_call_ends_as_in_other_replies() -> None:
 def test_calls_that_are_json_are_refused() -> None:
     for template in (TEMPLATES["Llama"][0], TEMPLATES["reasoning only"][0]):
         replies = Replies(tokenizer_of(template, "text"))
-        with pytest.raises(OutriderError, match="force .*with tool_choice"):
+        with pytest.raises(OutriderError, match=r"force .*with tool_choice"):
             replies.check(body_of(response_format=FORM))
         replies.check(body_of(response_format=FORM, tool_choice="required"))
         replies.check(body_of(response_format=FORM, tool_choice="none"))
