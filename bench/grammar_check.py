@@ -22,7 +22,7 @@ from outrider.bench.provenance import origin
 from outrider.registry import PROPOSERS
 from outrider.sampling.grammar_masks import path_to
 from outrider.server.grammar import GrammarCompiler
-from outrider.server.prompts import tools
+from outrider.server.prompts import tokenizer_data
 from outrider.types import Context, OutriderError, Proposal, Scores
 
 NAME = {"type": "string", "maxLength": 12}
@@ -84,7 +84,7 @@ def check(method: str, grammar_drafts: bool, args: argparse.Namespace) -> dict[s
     """Check one method. Raises ``OutriderError`` if the target does not support it."""
     options: dict[str, Any] = {"max_batch": 16, "max_len": 512, "grammar_drafts": grammar_drafts}
     llm = LLM(args.target, draft=args.draft, method=method, num_draft_tokens=args.k, **options)
-    compiler = GrammarCompiler(tools(llm))
+    compiler = GrammarCompiler(tokenizer_data(llm))
     watch, invalid, count = Watch(llm), [], 0
     while count < args.answers:
         schema, temperature = SCHEMAS[count % len(SCHEMAS)], TEMPERATURES[count % len(TEMPERATURES)]

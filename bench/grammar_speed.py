@@ -32,7 +32,7 @@ from outrider.engine.config import build_engine, build_policy, build_proposer
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import Completion
 from outrider.server.grammar import GrammarCompiler
-from outrider.server.prompts import tools
+from outrider.server.prompts import tokenizer_data
 from outrider.types import OutriderError
 
 TEXT = {"type": "string", "maxLength": 80}
@@ -111,7 +111,7 @@ def lanes(llm: LLM, methods: Sequence[str], k: int | str) -> Iterator[Lane]:
 
 def measure(llm: LLM, form: str, prompts: Sequence[str], args: argparse.Namespace) -> tuple[list[Lane], list[str]]:
     """Run every lane on every prompt, in a rotating order; the last prompts are a warm-up. Return lanes, invalid answers."""
-    grammar, invalid = GrammarCompiler(tools(llm)).json(FORMS[form]), []
+    grammar, invalid = GrammarCompiler(tokenizer_data(llm)).json(FORMS[form]), []
     found = list(lanes(llm, args.methods, args.k))
     for at in [*range(args.num_prompts, len(prompts)), *range(args.num_prompts)]:
         params = SamplingParams(MAX_TOKENS, args.temperature, seed=at, grammar=grammar)

@@ -39,7 +39,8 @@ def memory(server: ServedProcess) -> int:
 
 @pytest.fixture(scope="module")
 def attacked(target: Path) -> Iterator[ServedProcess]:
-    with serving_process(target) as server:
+    # schemas that the limits on size would refuse at once reach the workers
+    with serving_process(target, "--max-schema-choices", "300", "--max-schema-values", "30000") as server:
         yield server
 
 
@@ -82,7 +83,7 @@ def check_held_up(server: ServedProcess, answer: str, attack: Callable[[], httpx
 def test_an_expensive_schema_is_refused_without_delaying_others(attacked: ServedProcess, answer: str, name: str) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": HOSTILE_SCHEMAS[name]}}
     told = check_held_up(attacked, answer, lambda: attacked.post(60.0, prompt=PROMPT, response_format=form), seconds=15.0)
-    assert "schema" in told and len(told) < 300 and "Regex" not in told and "\n" not in told
+    assert told.startswith("cannot compile a JSON schema within ")
 
 
 def test_a_text_beyond_the_context_is_refused_before_it_is_tokenised(attacked: ServedProcess, answer: str) -> None:

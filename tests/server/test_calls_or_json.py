@@ -138,16 +138,16 @@ def test_every_text_that_the_grammar_allows_is_calls_or_valid_json(name: str, ki
     encode = partial(tokenizer.encode, add_special_tokens=False)
     prompt_ids = encode(prompt)
     (first,) = replies.readers(asked, prompt_ids)
-    assert first.lead is not None and first.lead.calls == openings
+    assert first.preamble is not None and first.preamble.calls == openings
     table = schemas.LLTokenizer(
         tokenizer.backend_tokenizer.to_str(), n_vocab=len(tokenizer), eos_token=[tokenizer.eos_token_id]
     )
-    grammar, counts = schemas.compiled(table, json.dumps(SCHEMA), first.lead), Counter[str]()
+    grammar, counts = schemas.compiled(table, json.dumps(SCHEMA), first.preamble), Counter[str]()
     for _ in range(40):
         thought = rng.choice([begins + rng.choice(["", "A.", '{"a": 1}']) + ends, "" if begins else ends]) if ends else ""
         answer = json.dumps({"a": 1, "b": rng.choice(SPELLED)})
         begun, spelled = rng.choice(
-            [(first.lead.heading, answer), (a_call(form, openings, rng), ""), (rng.choice(openings), "")]
+            [(first.preamble.heading, answer), (a_call(form, openings, rng), ""), (rng.choice(openings), "")]
         )
         plan = [token for text in (thought + rng.choice(["", "\n\n"]) + begun, *spelled) for token in encode(text)]
         output = walk(grammar.deep_copy(), plan, len(tokenizer), tokenizer.eos_token_id, rng)
@@ -185,7 +185,7 @@ def test_reasoning_after_a_call_ends_as_in_other_replies() -> None:
 def test_calls_that_are_json_are_refused() -> None:
     for template in (TEMPLATES["Llama"][0], TEMPLATES["reasoning only"][0]):
         replies = Replies(tokenizer_of(template, "text"))
-        with pytest.raises(OutriderError, match='set tool_choice to "'):
+        with pytest.raises(OutriderError, match=r"force .*with tool_choice"):
             replies.check(body_of(response_format=FORM))
         replies.check(body_of(response_format=FORM, tool_choice="required"))
         replies.check(body_of(response_format=FORM, tool_choice="none"))

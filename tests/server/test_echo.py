@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .served import Served
+from .served import Served, Slow, until
 
 PROMPTS = ["def add(first, second):\n    return", "The ship é ☃ sailed"]
 
@@ -93,3 +94,16 @@ def test_a_target_that_fails_is_not_the_clients_fault(
 def test_an_echo_in_a_stream_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="echo cannot be combined with stream"):
         client.completions.create(model="outrider", prompt="a", echo=True, stream=True)
+
+
+def test_an_echo_takes_one_place_in_the_queue_for_each_sequence(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, bridge = Slow(served, monkeypatch), served.service.bridge
+    with ThreadPoolExecutor() as callers:
+        asked = {"prompt": ["a b c d", "e f g h"], "echo": True, "logprobs": 1, "max_tokens": 2}
+        answer = callers.submit(served.post, "/v1/completions", **asked)
+        slow.rounds(1)
+        until(lambda: served.llm.engine.scheduler.running)  # the prompts are generated again
+        assert bridge.num_open == 2
+        slow.go()
+        assert answer.result().status_code == 200
+    until(lambda: not bridge.num_open)

@@ -17,8 +17,9 @@ from outrider import LLM, SamplingParams
 from outrider.proposers.base import ScriptedProposer
 from outrider.sampling.grammar_masks import path_to
 from outrider.server import grammar, schemas
+from outrider.server.config import ServerConfig
 from outrider.server.grammar import GrammarCompiler
-from outrider.server.prompts import tools
+from outrider.server.prompts import tokenizer_data
 from outrider.types import OutriderError, Proposal
 
 from .served import Served, serving
@@ -39,7 +40,7 @@ SMALL: dict[str, Any] = {"type": "array", "items": {"enum": ["ab", "a", 17]}, "m
 
 
 def compiler(llm: LLM) -> GrammarCompiler:
-    return GrammarCompiler(tools(llm))
+    return GrammarCompiler(tokenizer_data(llm))
 
 
 def tree_of(context: Any, k: int) -> Proposal:
@@ -158,6 +159,31 @@ def test_answers_consist_of_allowed_tokens(plain: LLM) -> None:
 def test_an_unsupported_schema_is_refused(plain: LLM, schema: dict[str, Any]) -> None:
     with pytest.raises(OutriderError, match="schema"):
         compiler(plain).json(schema)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "array"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"enum": list(range(5000))}, "the JSON schema has more than 5000 values: give a smaller one"),
+        (nested(65), "the JSON schema is nested more than 64 levels deep: give a flatter one"),
+        ({"allOf": [{}] * 257}, "the JSON schema has 257 alternatives in one allOf: give at most 256"),
+    ],
+)
+def test_a_schema_that_exceeds_a_size_limit_is_refused(schema: dict[str, Any], told: str) -> None:
+    with pytest.raises(OutriderError, match=told):
+        grammar.schema_text(schema, ServerConfig())
+
+
+@pytest.mark.parametrize("schema", [{"enum": list(range(4999))}, nested(64), {"anyOf": [{}] * 256}])
+def test_a_schema_at_a_size_limit_is_accepted(schema: dict[str, Any]) -> None:
+    assert json.loads(grammar.schema_text(schema, ServerConfig())) == schema
 
 
 def test_schemas_are_enforced_over_http_and_bad_ones_refused(served: Served) -> None:

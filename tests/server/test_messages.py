@@ -221,7 +221,7 @@ def test_blocks_are_translated_into_messages() -> None:
     calls = [{"id": number, "type": "function", "function": function} for number in "12"]
     system = [text("x-anthropic-billing-header: cc_version=1;"), text("A"), text("B")]
     body = CountBody.model_validate({"system": system, "messages": messages}).chat()
-    assert [each.plain() for each in body.messages] == [
+    assert [each.for_template() for each in body.messages] == [
         {"role": "system", "content": "A\n\nB\n\nC"},
         {"role": "user", "content": "a\nb\nc\n<system-reminder>\nD\n</system-reminder>"},
         {"role": "assistant", "content": "T", "reasoning_content": "S", "tool_calls": calls},
@@ -258,7 +258,7 @@ def test_tools_that_cannot_be_called_are_not_shown(tooled: Served, says: Says) -
     answer = send(tooled, tool_choice={"type": "none"})
     assert answer["content"] == [{"type": "text", "text": CALL}]
     hosted = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
-    assert [tool["function"]["name"] for tool in CountBody(messages=[USER], tools=[hosted, *CUSTOM]).chat().offered] == [
+    assert [tool["function"]["name"] for tool in CountBody(messages=[USER], tools=[hosted, *CUSTOM]).chat().template_tools] == [
         "weather",
         "now",
     ]

@@ -25,7 +25,8 @@ from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
 from outrider.server.gate import Gate
 from outrider.server.grammar import FEW_OUTPUTS, MAX_CACHED, MAX_GRAMMARS, MAX_NEW, MAX_OUTPUTS, Grammars
 from outrider.server.pool import WorkerPool
-from outrider.server.prompts import Prompts, tools
+from outrider.server.prompts import Prompts, tokenizer_data
+from outrider.server.protocol import ChatBody
 from outrider.server.worker import Workbench
 from outrider.types import OutriderError
 
@@ -47,7 +48,11 @@ def in_loop(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[P
     return run
 
 
-async def aside(work: Callable[[], Result]) -> Result:
+def chat_body(messages: list[dict[str, str]], **more: Any) -> ChatBody:
+    return ChatBody.model_validate({"messages": messages, **more})
+
+
+async def in_helper_thread(work: Callable[[], Result]) -> Result:
     return work()
 
 
@@ -62,17 +67,25 @@ async def started(owner: Owner) -> AsyncIterator[Owner]:
         await pool.stop()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let jobs wait long for the processor: other processes may use the machine."""
+    monkeypatch.setattr(pools, "SLOWDOWN", 60.0)
+    slower = "from outrider.server import worker; worker.SLOWDOWN = 60.0; main()"
+    monkeypatch.setattr(pools, "COMMAND", pools.COMMAND.replace("main()", slower))
+
+
 def schema_pool(plain: LLM, seconds: float = 20.0, memory: int = 1 << 30, size: int = 1) -> WorkerPool:
     limits = {"seconds": seconds, "memory": memory, "nice": 0, "for_texts": False}
-    return WorkerPool("compile a JSON schema", {**(tools(plain) or {}), **limits}, size, eager=True)
+    return WorkerPool("compile a JSON schema", {**(tokenizer_data(plain) or {}), **limits}, size, eager=True)
 
 
 @in_loop
 async def test_workers_match_the_tokenizer(plain: LLM) -> None:
     messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "<|end|> naïve"}]
-    async with started(Prompts(plain, ServerConfig(), tools(plain), aside)) as prompts:
+    async with started(Prompts(plain, ServerConfig(), tokenizer_data(plain), in_helper_thread)) as prompts:
         assert await prompts.encode(TEXTS, ANYONE) == [plain.encode(text) for text in TEXTS]
-        assert await prompts.chat(messages, ANYONE) == [plain.chat_prompt(messages)]
+        assert await prompts.chat(chat_body(messages), ANYONE) == [plain.chat_prompt(messages)]
 
 
 @in_loop
@@ -80,12 +93,13 @@ async def test_developer_messages_are_system_messages(plain: LLM, monkeypatch: p
     def messages(role: str) -> list[dict[str, str]]:
         return [{"role": role, "content": "Answer in French."}, {"role": "user", "content": "Who?"}]
 
-    async with started(Prompts(plain, ServerConfig(), tools(plain), aside)) as prompts:
-        assert await prompts.chat(messages("developer"), ANYONE) == [plain.chat_prompt(messages("system"))]
-    told = {**(tools(plain) or {}), "template": (plain.tokenizer.chat_template or "") + "{# the developer's instructions #}"}
+    async with started(Prompts(plain, ServerConfig(), tokenizer_data(plain), in_helper_thread)) as prompts:
+        assert await prompts.chat(chat_body(messages("developer")), ANYONE) == [plain.chat_prompt(messages("system"))]
+    template = (plain.tokenizer.chat_template or "") + "{# the developer's instructions #}"
+    told = {**(tokenizer_data(plain) or {}), "template": template}
     monkeypatch.setattr(plain.tokenizer, "chat_template", told["template"])
-    async with started(Prompts(plain, ServerConfig(), told, aside)) as prompts:
-        assert await prompts.chat(messages("developer"), ANYONE) == [plain.chat_prompt(messages("system"))]
+    async with started(Prompts(plain, ServerConfig(), told, in_helper_thread)) as prompts:
+        assert await prompts.chat(chat_body(messages("developer")), ANYONE) == [plain.chat_prompt(messages("system"))]
 
 
 @in_loop
@@ -95,19 +109,20 @@ async def test_other_tokenizers_run_in_the_server_process(plain: LLM, monkeypatc
             return [7, 8]
 
     monkeypatch.setattr(plain.tokenizer, "__class__", Own)
-    prompts = Prompts(plain, ServerConfig(), tools(plain), aside)
+    prompts = Prompts(plain, ServerConfig(), tokenizer_data(plain), in_helper_thread)
     assert prompts.pool is None
     assert await prompts.encode(["a", "b"], ANYONE) == [[7, 8], [7, 8]]
     with pytest.raises(OutriderError, match="characters"):
         await prompts.encode(["a" * 10_000], ANYONE)
     asked: list[Any] = []
     monkeypatch.setattr(plain, "chat_prompt", lambda messages, tools, variables: asked.extend([messages, variables]) or [7, 8])
-    await prompts.chat([{"role": "developer", "content": "Answer in French."}], ANYONE, (), {"effort": 1})
+    said = {"role": "developer", "content": "Answer in French."}
+    await prompts.chat(chat_body([said], chat_template_kwargs={"effort": 1}), ANYONE)
     assert asked == [[{"role": "system", "content": "Answer in French."}], {"effort": 1}]
 
 
 def test_a_template_that_rejects_everything_does_not_stop_completions(plain: LLM) -> None:
-    bench = Workbench({**(tools(plain) or {}), "template": "{{ raise_exception('never') }}", "for_texts": True})
+    bench = Workbench({**(tokenizer_data(plain) or {}), "template": "{{ raise_exception('never') }}", "for_texts": True})
     assert bench.do({"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 9})["refused"].endswith(": never")
     assert bench.do({"texts": ["a"], "max_tokens": 9}) == {"ids": [plain.encode("a")]}
 
@@ -117,21 +132,22 @@ async def test_an_error_of_the_tokenizer_is_no_lack_of_memory(plain: LLM, monkey
     failing = pools.COMMAND.replace("main()", "worker.Workbench._encode = lambda *_, **__: 1 / 0; main()")
     monkeypatch.setattr(pools, "COMMAND", failing.replace("from", "from outrider.server import worker; from", 1))
 
-    async with started(Prompts(plain, ServerConfig(), tools(plain), aside)) as prompts:
+    async with started(Prompts(plain, ServerConfig(), tokenizer_data(plain), in_helper_thread)) as prompts:
         with pytest.raises(OutriderError, match="ZeroDivisionError: division by zero"):
             await prompts.encode(["a"], ANYONE)
 
 
 @in_loop
 async def test_prompts_that_cannot_fit_are_refused(plain: LLM) -> None:
-    async with started(Prompts(plain, ServerConfig(), tools(plain), aside)) as prompts:
+    async with started(Prompts(plain, ServerConfig(), tokenizer_data(plain), in_helper_thread)) as prompts:
         for given in (["fine", "x1 " * 400], [[1] * 256]):
             with pytest.raises(OutriderError, match="leaves no room in the context of 256"):
                 await prompts.encode(given, ANYONE)
         with pytest.raises(OutriderError, match="300 messages do not fit"):
-            await prompts.chat([{"role": "user", "content": ""}] * 300, ANYONE)
+            await prompts.chat(chat_body([{"role": "user", "content": ""}] * 300), ANYONE)
 
 
+@pytest.mark.usefixtures("patient")
 @in_loop
 async def test_a_job_over_its_time_limit_is_killed_and_the_next_runs(plain: LLM) -> None:
     async with started(schema_pool(plain, seconds=0.5)) as pool:
@@ -148,7 +164,7 @@ async def test_a_job_without_processor_time_is_busy_and_its_schema_not_refused(
         await asyncio.sleep(60)
         return {}
 
-    async with started(Grammars(tools(plain), ServerConfig(schema_timeout=0.1), aside)) as grammars:
+    async with started(Grammars(tokenizer_data(plain), ServerConfig(schema_timeout=0.1), in_helper_thread)) as grammars:
         with monkeypatch.context() as patch:
             patch.setattr(pools, "Worker", Slow)
             patch.setattr(Slow, "answer", never)
@@ -164,6 +180,27 @@ async def test_a_job_over_its_memory_limit_is_killed_and_the_next_runs(plain: LL
         with pytest.raises(OutriderError, match="within 64 MiB of memory: send a smaller one"):
             await pool.do(DEAR, 1, ANYONE)
         assert await pool.do(CHEAP, 1, ANYONE) == {}
+
+
+STUCK = (  # a chat template that takes a minute or 5 GB for one message
+    "{% set said = messages[0].content %}"
+    "{% if said == 'slow' %}{% for _ in range(99999) %}{% for _ in range(9999) %}{% endfor %}{% endfor %}"
+    "{% elif said == 'large' %}{{ said * 10**9 }}{% endif %}{{ said }}"
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc (Linux)")
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(("said", "limit"), [("slow", "0.5 s"), ("large", "256 MiB of memory")])
+@in_loop
+async def test_messages_over_a_limit_are_refused_and_their_process_is_replaced(plain: LLM, said: str, limit: str) -> None:
+    config = ServerConfig(text_timeout=0.5, worker_memory=0.25, workers=1)
+    data = {**(tokenizer_data(plain) or {}), "template": STUCK}
+    async with started(Prompts(plain, config, data, in_helper_thread)) as prompts:
+        with pytest.raises(OutriderError, match=f"cannot tokenise a text within {limit}: send a smaller one"):
+            await prompts.chat(chat_body([{"role": "user", "content": said}]), ANYONE)
+        found = await prompts.chat(chat_body([{"role": "user", "content": "a"}]), ANYONE)
+        assert found == [plain.encode("a", add_special_tokens=False)]
 
 
 @pytest.mark.skipif(not LISTED, reason="needs /proc (Linux)")
@@ -265,7 +302,7 @@ async def test_a_schema_is_tested_once_and_its_refusal_cached(plain: LLM, monkey
     monkeypatch.setattr(Slow, "answer", lambda self, job: Slow.order.append(job["schema"]) or asyncio.sleep(0.01, {}))
     monkeypatch.setattr(Slow, "order", [])
 
-    async with started(Grammars(tools(plain), ServerConfig(), aside)) as grammars:
+    async with started(Grammars(tokenizer_data(plain), ServerConfig(), in_helper_thread)) as grammars:
         found = await asyncio.gather(*(grammars.get({"type": "integer"}, ANYONE) for _ in range(5)))
         assert len(set(map(id, found))) == 1 and found[0] is await grammars.get({"type": "integer"}, ANYONE)
         for _ in range(3):
@@ -283,19 +320,19 @@ async def test_a_schema_is_tested_once_and_its_refusal_cached(plain: LLM, monkey
 
 
 @in_loop
-async def test_a_grammar_worn_by_many_outputs_is_compiled_again(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grammar_with_many_outputs_is_compiled_again(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its outputs share the lexer's states: a limit that a late one exceeds is not the schema's fault."""
     monkeypatch.setattr(pools, "Worker", Slow)
     monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {}))
 
-    async with started(Grammars(tools(plain), ServerConfig(), aside)) as grammars:
+    async with started(Grammars(tokenizer_data(plain), ServerConfig(), in_helper_thread)) as grammars:
         for failure in (None, "too many states"):
-            worn = await grammars.get({"type": "integer"}, ANYONE)
+            first = await grammars.get({"type": "integer"}, ANYONE)
             for _ in range(MAX_OUTPUTS if failure is None else FEW_OUTPUTS + 1):
-                assert await grammars.get({"type": "integer"}, ANYONE) is worn
-                worn.matcher()
-            worn.refusal = failure
-            assert await grammars.get({"type": "integer"}, ANYONE) is not worn
+                assert await grammars.get({"type": "integer"}, ANYONE) is first
+                first.matcher()
+            first.refusal = failure
+            assert await grammars.get({"type": "integer"}, ANYONE) is not first
 
 
 @in_loop
@@ -303,7 +340,7 @@ async def test_grammars_in_memory_are_limited(plain: LLM, monkeypatch: pytest.Mo
     monkeypatch.setattr(pools, "Worker", Slow)
     monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {}))
 
-    async with started(Grammars(tools(plain), ServerConfig(), aside)) as grammars:
+    async with started(Grammars(tokenizer_data(plain), ServerConfig(), in_helper_thread)) as grammars:
         used = [await grammars.get({"const": number}, ANYONE) for number in range(MAX_CACHED)]
         assert len(grammars._kept) == MAX_NEW  # others are in use, but not cached
         for number in range(MAX_CACHED - MAX_NEW, MAX_CACHED):

@@ -12,9 +12,9 @@ import pytest
 from tiny_folder import make_folder, make_tokenizer
 
 from outrider import LLM
-from outrider.server.formats import Lead
+from outrider.server.formats import Preamble
 from outrider.server.grammar import GrammarCompiler
-from outrider.server.prompts import tools
+from outrider.server.prompts import tokenizer_data
 from outrider.server.protocol import ChatBody
 from outrider.server.replies import Part, Replies
 
@@ -28,7 +28,7 @@ COMMAND = PROMPT + "{# <|START_THINKING|><|END_THINKING|><|START_RESPONSE|><|STA
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 FORM = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
 USER = [{"role": "user", "content": "Hi"}]
-HARMONY = Lead("<|channel|>analysis<|message|>", "<|fin|>", "<|start|>assistant", "<|channel|>final<|message|>")
+HARMONY = Preamble("<|channel|>analysis<|message|>", "<|fin|>", "<|start|>assistant", "<|channel|>final<|message|>")
 ANSWER = '{"a": 1}'
 
 
@@ -45,10 +45,10 @@ def load(folder: Path, template: str, method: str = "plain", markers: Sequence[s
     return LLM(target, method=method, num_draft_tokens=3, max_batch=4, compile="never", same_text=True, **kind)
 
 
-def reads(llm: LLM, lead: Lead | None, text: str) -> bool:
+def reads(llm: LLM, preamble: Preamble | None, text: str) -> bool:
     """Return whether a grammar accepts a text as a whole."""
     assert llm.tokenizer is not None
-    matcher, ids = GrammarCompiler(tools(llm)).compiled(json.dumps(SCHEMA), lead).matcher(), []
+    matcher, ids = GrammarCompiler(tokenizer_data(llm)).compiled(json.dumps(SCHEMA), preamble).matcher(), []
     for token in [*llm.tokenizer.encode(text, add_special_tokens=False), 0]:  # 0 ends the text
         allowed = matcher.allowed(ids, [])
         if allowed is not None and not allowed[token]:
@@ -58,15 +58,15 @@ def reads(llm: LLM, lead: Lead | None, text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "lead, right, wrong",
+    "preamble, right, wrong",
     [
         (
-            Lead("<think>", "</think>"),
+            Preamble("<think>", "</think>"),
             [ANSWER, f"\n{ANSWER}", f"<think>A {{ b.</think>{ANSWER}", f"<think></think>\n\n{ANSWER}"],
             ["", f"So: {ANSWER}", f"<think>{ANSWER}", f"{ANSWER} so", f"<think>A</think>So: {ANSWER}", f"</think>{ANSWER}"],
         ),
         (
-            Lead("", "</think>"),
+            Preamble("", "</think>"),
             [f"A.</think>{ANSWER}", f"\n</think>\n\n{ANSWER}", f'{{"a": 9}}</think>{ANSWER}'],
             [ANSWER, "A.", "A.</think>", f"A.</think>So: {ANSWER}"],
         ),
@@ -78,9 +78,9 @@ def reads(llm: LLM, lead: Lead | None, text: str) -> bool:
             ],
             [ANSWER, f"<|channel|>analysis<|message|>{ANSWER}", f"<|channel|>analysis<|message|>A.<|fin|>{ANSWER}"],
         ),
-        (Lead("", "", "", "<|start|>"), [f"<|start|>{ANSWER}"], [ANSWER]),
+        (Preamble("", "", "", "<|start|>"), [f"<|start|>{ANSWER}"], [ANSWER]),
         (
-            Lead("<think>", "</think>", calls=("<tool_call>", "de")),
+            Preamble("<think>", "</think>", calls=("<tool_call>", "de")),
             [ANSWER, "<tool_call>", "<think>A</think>\n\n<tool_call>def<think>", "def add(<tool_call>"],
             ["", f"{ANSWER}<tool_call>", "So: def", "<think>A</think>So: <tool_call>", "<think>def"],
         ),
@@ -97,17 +97,17 @@ def reads(llm: LLM, lead: Lead | None, text: str) -> bool:
 )
 @pytest.mark.parametrize("markers", [MARKERS, []])  # special tokens, and text
 def test_a_grammar_allows_reasoning_only_before_json(
-    tmp_path: Path, lead: Lead | None, right: list[str], wrong: list[str], markers: list[str]
+    tmp_path: Path, preamble: Preamble | None, right: list[str], wrong: list[str], markers: list[str]
 ) -> None:
     llm = load(tmp_path, PROMPT, markers=markers)
-    assert [text for text in right if not reads(llm, lead, text)] == []
-    assert [text for text in wrong if reads(llm, lead, text)] == []
+    assert [text for text in right if not reads(llm, preamble, text)] == []
+    assert [text for text in wrong if reads(llm, preamble, text)] == []
 
 
 def test_only_the_token_of_the_end_marker_ends_reasoning(tmp_path: Path) -> None:
     llm = load(tmp_path, PROMPT)
     assert llm.tokenizer is not None
-    matcher = GrammarCompiler(tools(llm)).compiled(json.dumps(SCHEMA), Lead("", "</think>")).matcher()
+    matcher = GrammarCompiler(tokenizer_data(llm)).compiled(json.dumps(SCHEMA), Preamble("", "</think>")).matcher()
     *begun, last = llm.tokenizer.encode("A </think>", add_special_tokens=False, split_special_tokens=True)
     allowed = matcher.allowed(begun, [])
     assert allowed is not None and not allowed[last]
@@ -158,7 +158,7 @@ def test_the_lead_follows_from_template_prompt_and_variables(
     tokenizer = tokenizer_of(template)
     body = ChatBody(messages=USER, response_format=FORM, chat_template_kwargs=variables)  # type: ignore[arg-type]
     (reply,) = Replies(tokenizer).readers(body, tokenizer.encode(prompt_end, add_special_tokens=False))
-    assert (None if reply.lead is None else reply.lead.opening) == opening
+    assert (None if reply.preamble is None else reply.preamble.opening) == opening
 
 
 def asked(server: Served, streamed: bool = False, **more: Any) -> list[tuple[str, str]]:

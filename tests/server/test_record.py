@@ -48,6 +48,7 @@ def test_recorded_requests_are_valid_traffic(load: Callable[..., LLM], tmp_path:
 
 def test_only_the_owner_can_read_recorded_requests(load: Callable[..., LLM], tmp_path: Path) -> None:
     file = tmp_path / "asked.jsonl"
+    file.touch(mode=0o644)  # of an earlier version, say
     with serving(load(), record=file) as server:
         server.text("secret")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -611,6 +611,8 @@ def test_values_of_xml_get_the_types_of_their_schema() -> None:
         "chosen": ({"enum": [1, 2]}, "1", 1),
         "fixed": ({"const": False}, "False", False),
         "text": ({"enum": ["1", "2"]}, "1", "1"),
+        "quoted": ({"type": "string"}, '"use strict"', '"use strict"'),
+        "escaped": ({"type": ["string", "null"]}, '"a\\n"', '"a\\n"'),
         "zip": ({"type": ["integer", "string"]}, "00123", "00123"),
         "whole": ({"type": "integer"}, "3.0", 3),
         "number": ({"type": "number", "nullable": True}, "3", 3),

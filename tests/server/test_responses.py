@@ -235,7 +235,7 @@ def test_items_are_translated_into_messages() -> None:
     ]
     for given, first in (({}, ("developer", "D")), ({"instructions": "I"}, ("system", "I\n\nD"))):
         body = ResponseBody.model_validate({"input": items, **given}).chat()
-        assert [each.plain() for each in body.messages] == [dict(zip(("role", "content"), first, strict=True)), *rest]
+        assert [each.for_template() for each in body.messages] == [dict(zip(("role", "content"), first, strict=True)), *rest]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
@@ -265,7 +265,7 @@ def test_some_of_the_tools_may_be_allowed(tooled: Served) -> None:
     ):
         choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
         body = ResponseBody(input="Hi", tools=tools, tool_choice=choice).chat()
-        assert [tool["function"]["name"] for tool in body.offered] == names and body.may_call
+        assert [tool["function"]["name"] for tool in body.template_tools] == names and body.may_call
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
     answer = respond(tooled, tool_choice=choice, parallel_tool_calls=False, **AT_ONCE)
     assert [item["name"] for item in answer["output"]] == ["now"] and answer["tool_choice"] == choice
@@ -282,7 +282,8 @@ def test_functions_in_namespaces_are_called_by_both_names(tooled: Served, says: 
     (call,) = whole["output"]
     assert (call["type"], call["namespace"], call["name"]) == ("function_call", "far", name)
     assert lasting(events[-1]["response"]) == lasting(whole) and whole["tools"] == tools
-    assert [tool["function"]["name"] for tool in ResponseBody(input="Hi", tools=tools).chat().offered] == [f"far__{name}"]
+    found = ResponseBody(input="Hi", tools=tools).chat().template_tools
+    assert [tool["function"]["name"] for tool in found] == [f"far__{name}"]
     back = ResponseBody(input=[USER, call, {"type": "function_call_output", "call_id": call["call_id"], "output": "1"}])
     assert back.chat().messages[1].tool_calls[0].function.name == f"far__{name}"  # type: ignore[index]
     chosen = respond(tooled, tools=tools, tool_choice={"type": "function", "namespace": "far", "name": name})

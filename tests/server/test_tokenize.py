@@ -45,7 +45,7 @@ def test_special_tokens_are_added_unless_the_client_says_otherwise(
     process = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, llm.tokenizer.eos_token_id)])
     monkeypatch.setattr(llm.tokenizer.backend_tokenizer, "post_processor", process)
     if not in_worker:
-        monkeypatch.setattr("outrider.server.service.tools", lambda llm: None)
+        monkeypatch.setattr("outrider.server.service.tokenizer_data", lambda llm: None)
     with serving(llm) as served:
         bare = served.post("/tokenize", prompt="a cat", add_special_tokens=False).json()["tokens"]
         assert served.post("/tokenize", prompt="a cat").json()["tokens"] == [llm.tokenizer.eos_token_id, *bare]

@@ -20,7 +20,7 @@ from outrider import LLM, OutriderError, SamplingParams
 from outrider.engine.prompts import chat_ids, shown_tool, takes_tools
 from outrider.search.traffic import encoded, read_file
 from outrider.server.grammar import GrammarCompiler
-from outrider.server.prompts import tools as tools_of
+from outrider.server.prompts import tokenizer_data
 from outrider.server.protocol import ChatBody, Tool
 from outrider.server.replies import Part
 
@@ -268,7 +268,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 def test_some_of_the_tools_may_be_allowed(tooled: Served, says: Says) -> None:
     body = ChatBody(messages=[USER], tools=TOOLS, tool_choice=allowed("auto", "now"))
-    assert [tool["function"]["name"] for tool in body.offered] == ["now"] and body.may_call
+    assert [tool["function"]["name"] for tool in body.template_tools] == ["now"] and body.may_call
     asked = {"tool_choice": allowed("required", "now"), "n": 4, "temperature": 1.5, "max_tokens": 60, **AT_ONCE}
     calls = [call for choice in chat(tooled, **asked)["choices"] for call in choice["message"].get("tool_calls", ())]
     assert {call["function"]["name"] for call in calls} == {"now"}
@@ -383,7 +383,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"reasoning_effort": "much"}, "reasoning_effort: expected 'none', 'minimal'"),
         (
             {"messages": [{"role": "user"}]},
-            "content is missing: only an assistant's message with tool_calls or reasoning_content",
+            "content is missing: only an assistant's message with tool_calls, reasoning_content or refusal",
         ),
         ({"messages": [USER, CALLED, {"role": "tool", "content": "x"}]}, "messages.2: tool_call_id is missing"),
         ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": []}]}, "content is missing"),
@@ -557,7 +557,7 @@ def test_references_in_parameters_stay_valid(tooled: Served, case: str, choice: 
     schema = {**REFERRING[case], "required": ["a"], "additionalProperties": False}
     tools = [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": schema}}]
     body = ChatBody(messages=[USER], tools=tools, tool_choice=choice)
-    grammar = GrammarCompiler(tools_of(tooled.llm)).json(body.schema_asked)
+    grammar = GrammarCompiler(tokenizer_data(tooled.llm)).json(body.schema_asked)
     for value, is_valid in ((1, True), (2, False)):
         arguments = json.dumps({"a": value})
         text = f'[{{"name": "f", "arguments": {arguments}}}]' if choice == "required" else arguments
@@ -591,7 +591,7 @@ def test_an_unknown_format_can_be_forced(tmp_path: Path) -> None:
     with serving(load(tmp_path, CHATML.replace("<tool_call>", "<call>"))) as server:
         refused = server.post("/v1/chat/completions", messages=[USER], tools=TOOLS)
         assert refused.status_code == 400
-        assert "no tool-call format of this model is known: set tool_choice" in refused.json()["error"]["message"]
+        assert "no tool-call format of this model is known: force a call with tool_choice" in refused.json()["error"]["message"]
         (choice,) = chat(server, tool_choice="required", parallel_tool_calls=False, **AT_ONCE)["choices"]
         assert choice["message"]["tool_calls"][0]["function"]["name"] in ("weather", "now")
         assert chat(server, tool_choice="none", max_tokens=2)["choices"][0]["message"].keys() == {"role", "content"}
@@ -627,7 +627,7 @@ def test_templates_get_the_fields_of_tools_that_clients_may_omit() -> None:
     for given in ({}, {"description": None, "parameters": {}}, {"parameters": {"type": "object"}}):
         tool = {"type": "function", "function": {"name": "now", **given}}
         assert shown_tool(tool) == {"type": "function", "function": function}
-        assert ChatBody(messages=[USER], tools=[tool]).offered == [shown_tool(tool)]  # type: ignore[list-item]
+        assert ChatBody(messages=[USER], tools=[tool]).template_tools == [shown_tool(tool)]  # type: ignore[list-item]
     for other in (
         {"name": "now"},
         {"function": {"name": "now", "description": "The time.", "parameters": None, "strict": True}},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from outrider.cli.console import err, waiting
@@ -24,6 +24,7 @@ outrider demo --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --method draft,suff
 outrider demo --host 0.0.0.0 --port 8080
 """
 SERVER = "Server"
+VERIFIER = "rejection"  # has an acceptance probability for each draft, which the page shows
 # Parameters: up to this size all methods are offered, above it only those that need no second copy of the weights.
 LARGE = 100_000_000
 
@@ -42,12 +43,19 @@ class PageOptions:
     port: int = given(ServerConfig, ServerConfig.port)
 
 
+@dataclass(frozen=True)
+class DemoModelOptions(ModelOptions):
+    """Models, with another default verifier."""
+
+    verifier: str | None = given(Speculation, more=f"(default: {VERIFIER}, whose probabilities the page shows).")
+
+
 @with_groups
 def command(
     *,
     page: PageOptions,
     open_page: bool = flag("Open the page in a browser.", False, "--open", panel=SERVER),
-    models: ModelOptions,
+    models: DemoModelOptions,
 ) -> None:
     """Serve a web page that runs plain and speculative decoding side by side, token by token."""
     from rich.text import Text
@@ -55,16 +63,16 @@ def command(
     try:
         import uvicorn
 
-        from outrider.server.bridge import load_aside
+        from outrider.server.bridge import call_in_temporary_thread
         from outrider.server.demo.app import Demo
         from outrider.server.run import listen
     except ImportError as missing:
         raise OutriderError(f"the demo requires {missing.name}: {how_to_install('serve')}") from None
     config = ServerConfig(**{name: read_option(ServerConfig, name, getattr(page, name)) for name in ("host", "port")})
     with listen(config.host, config.port) as listening:
-        track = load_aside(lambda: load_track(models, page.method))
+        track = call_in_temporary_thread(lambda: load_track(models, page.method))
         with waiting("warming up"):
-            speed = load_aside(track.warm_up)
+            speed = call_in_temporary_thread(track.warm_up)
         demo = Demo(track, {"target": models.target or "embedded", "draft": models.draft, "plain_tok_s": speed})
         host = f"[{config.host}]" if ":" in config.host else config.host
         url = f"http://{host}:{listening.getsockname()[1]}/"
@@ -86,6 +94,7 @@ def load_track(models: ModelOptions, methods: str | None) -> Track:
     from outrider.server.demo.track import Track
 
     wanted = named_methods(methods, models)[1] if methods is not None else []
+    models = replace(models, verifier=models.verifier or VERIFIER)
     llm = load(models, MethodOptions(method=PLAIN), max_batch=2, prefix_cache=False, compile=models.compile or "always")
     offered = wanted
     if not wanted:

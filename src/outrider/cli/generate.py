@@ -86,10 +86,10 @@ def grammar_of(schema: dict[str, Any], llm: LLM) -> Grammar:
     """Compile a JSON schema for the tokenizer. Raises ``OutriderError`` for an unsupported schema."""
     try:
         from outrider.server.grammar import GrammarCompiler
-        from outrider.server.prompts import tools
+        from outrider.server.prompts import tokenizer_data
     except ModuleNotFoundError as error:
         raise OutriderError(f"a JSON schema needs {error.name}: {how_to_install('serve')}") from error
-    return GrammarCompiler(tools(llm)).json(schema)
+    return GrammarCompiler(tokenizer_data(llm)).json(schema)
 
 
 def stream_to_screen(

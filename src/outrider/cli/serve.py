@@ -87,7 +87,7 @@ def command(
     if what is not None:
         raise OutriderError(f"{what}: requires --engine, as in outrider serve --engine vllm plan.toml -- ...")
     try:
-        from outrider.server.bridge import load_aside
+        from outrider.server.bridge import call_in_temporary_thread
         from outrider.server.run import listen, log_json, serve
     except ModuleNotFoundError as error:
         raise OutriderError(f"serve requires {error.name}: {how_to_install('serve')}") from error
@@ -102,7 +102,7 @@ def command(
     }
 
     with listen(config.host, config.port) as listener:  # reports a port in use before the model is loaded
-        llm = load_aside(lambda: prepared(models, methods, **more))
+        llm = call_in_temporary_thread(lambda: prepared(models, methods, **more))
         log_json()
         serve(llm, config, keys, listener)
 

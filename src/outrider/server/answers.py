@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.runner.tokenizers import token_bytes
 from outrider.server.echo import Echo
-from outrider.server.formats import Lead
+from outrider.server.formats import Preamble
 from outrider.server.replies import Part, Reply
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Answer:
     tokens: TokenTexts
     choices: list[Completion] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time()))
-    lead: Lead | None = None  # before JSON
+    preamble: Preamble | None = None  # before JSON
     delimiters: frozenset[int] = frozenset()  # special tokens that are not skipped in the text
 
     kind: ClassVar[str] = ""

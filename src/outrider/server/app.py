@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from outrider import __version__
 from outrider.options import shown
 from outrider.server.config import KeyRing, ServerConfig
 from outrider.server.gate import Gate, error_body, error_response
-from outrider.server.service import Service, explained
+from outrider.server.service import Service, as_http_error
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
     for path, handler in handlers.items():
         app.add_api_route(path, handler, methods=["POST"], responses=REFUSALS, response_model=None)
     _add_states(app, service)
-    for kind in (OutriderError, RequestValidationError, HTTPException, asyncio.TimeoutError):
+    for kind in (OutriderError, RequestValidationError, HTTPException, TimeoutError):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(Gate, config=config, keys=keys)
     return app
@@ -115,7 +114,7 @@ def _add_states(app: FastAPI, service: Service) -> None:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    status, body, headers = explained(error)
+    status, body, headers = as_http_error(error)
     if isinstance(error, HTTPException) and status in (404, 405):  # the router's
         what = f"{request.method} {shown(request.url.path)} is not served: expected {ROUTES}"
         body = error_body(what, "invalid_request_error", "unknown_url")

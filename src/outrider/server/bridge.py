@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 IDLE = 1.0  # seconds between two checks of the idle engine thread whether to stop
 
 
-def load_aside(load: Callable[[], Result]) -> Result:
-    """Call ``load`` in a temporary thread and return its result. Raises what ``load`` raises.
+def call_in_temporary_thread(work: Callable[[], Result]) -> Result:
+    """Call ``work`` in a temporary thread and return its result. Raises what ``work`` raises.
 
     OpenMP's worker threads belong to the thread that first used them and live as long as it does. If there are more of them
     than cores, they sleep between two operations instead of spinning, and waking them takes longer than most operations. So
@@ -41,13 +41,13 @@ def load_aside(load: Callable[[], Result]) -> Result:
     """
     result: Future[Result] = Future()
 
-    def work() -> None:
+    def run() -> None:
         try:
-            result.set_result(load())
+            result.set_result(work())
         except BaseException as error:
             result.set_exception(error)
 
-    threading.Thread(target=work, name="outrider-loading", daemon=True).start()
+    threading.Thread(target=run, name="outrider-loading", daemon=True).start()
     return result.result()
 
 
@@ -78,9 +78,9 @@ class Stream:
     """
 
     def __init__(
-        self, bridge: EngineBridge, request_ids: Sequence[str], deadline: float, interval: float = 0.0, turn: str = ""
+        self, bridge: EngineBridge, request_ids: Sequence[str], deadline: float, interval: float = 0.0, turn: str | None = ""
     ) -> None:
-        """``turn``: ``Client.turn`` of the call's client."""
+        """``turn``: ``Client.turn`` of the call's client, or None if the requests do not count as open."""
         self._bridge, self.turn = bridge, turn
         self._open = set(request_ids)
         self._deadline, self._interval = deadline, interval
@@ -91,7 +91,7 @@ class Stream:
         self._is_stopped = False
 
     async def __aiter__(self) -> AsyncIterator[Emission]:
-        """Yield emissions. Raises ``asyncio.TimeoutError`` at the deadline, and ``Stopping`` after ``stop``."""
+        """Yield emissions. Raises ``TimeoutError`` at the deadline, and ``Stopping`` after ``stop``."""
         late = asyncio.get_running_loop().call_later(max(self._deadline - monotonic(), 0.0), self._woken.set)
         try:
             while self._open:
@@ -137,7 +137,7 @@ class Stream:
 
 
 class EngineBridge:
-    """Run an ``LLM``'s engine in its own thread. All methods except ``start`` must be called from the event loop's thread."""
+    """Run an ``LLM``'s engine in its own thread. Call all methods from the event loop's thread."""
 
     def __init__(self, llm: LLM, max_queue: int = 256, interval: float = 0.0) -> None:
         """``max_queue``: maximum number of waiting sequences; ``interval``: see ``Stream``."""
@@ -183,7 +183,8 @@ class EngineBridge:
     @property
     def num_open(self) -> int:
         """Number of requests that are running, waiting or being prepared."""
-        return len(self._streams) + self._preparing.total()
+        streams = [*self._streams.values()]  # a copy: another thread may read this
+        return sum(stream.turn is not None for stream in streams) + self._preparing.total()
 
     @contextmanager
     def room(self, count: int, client: Client) -> Iterator[None]:
@@ -213,14 +214,18 @@ class EngineBridge:
         finally:
             self._preparing -= Counter({client.turn: count})  # removes counts of 0
 
-    def submit(self, samples: Sequence[Sequence[Request]], deadline: float, client: Client = ANYONE) -> Stream:
+    def submit(
+        self, samples: Sequence[Sequence[Request]], deadline: float, client: Client = ANYONE, is_preparation: bool = False
+    ) -> Stream:
         """Queue the samples of each prompt; requests must have passed ``Engine.check``.
 
-        ``deadline``: in seconds of ``time.monotonic``. Raises ``Stopping`` if the engine thread has stopped.
+        ``deadline``: in seconds of ``time.monotonic``. ``is_preparation``: the requests prepare others, which hold their places
+        in the queue already. Raises ``Stopping`` if the engine thread has stopped.
         """
         self._check_health()
         requests = [request for group in samples for request in group]
-        stream = Stream(self, [request.request_id for request in requests], deadline, self.interval, client.turn)
+        turn = None if is_preparation else client.turn
+        stream = Stream(self, [request.request_id for request in requests], deadline, self.interval, turn)
         for request in requests:
             self._streams[request.request_id] = stream
         self._commands.put(lambda: self._add(samples, client))

@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from outrider.engine.prompts import as_prompts
+from outrider.options import INT32
 from outrider.server.mistakes import refused
 from outrider.server.protocol import MAX_LOGPROBS, SamplingFields, Text, TokenIds
 
@@ -18,7 +19,7 @@ class CompletionBody(SamplingFields):
 
     echo: bool = False
     prompt: Text | TokenIds | Annotated[list[Text], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=1, le=INT32)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: Annotated[Text, MIDDLE] = ""
     best_of: int | None = None  # accepted with the only value that changes nothing: n, which is also its default

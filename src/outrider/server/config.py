@@ -105,7 +105,7 @@ class KeyRing:
             entries = os.environ.get(KEYS_VARIABLE, "").split(",")
             return cls([_entry(entry, number, KEYS_VARIABLE) for number, entry in enumerate(entries, 1) if entry.strip()])
         with errors_as(f"cannot read the API keys: {file}", OSError, UnicodeDecodeError, detail=without_path):
-            lines = file.read_text().splitlines()
+            lines = file.read_text(encoding="utf-8-sig").splitlines()
         numbered = [
             (number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")
         ]

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, for ``echo``: a prompt is generated again, each of its tokens the only one that is allowed."""
+"""Log-probabilities of prompts, for ``echo``: each is generated again under a grammar that allows only its own next token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Echo:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token; the first, which nothing predicts, is empty
 
 
-class Dictated:
+class ForcedSequence:
     """Grammar state that allows one sequence of tokens."""
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -52,7 +52,7 @@ async def prompt_logprobs(
     requests = [_request(llm, prompt, num_top) for prompt in prompts]
     found: dict[str, list[TokenLogprobs]] = {request.request_id: [TokenLogprobs(0.0)] for request in requests}
     longer = [[request] for request, prompt in zip(requests, prompts, strict=True) if len(prompt) > 1]
-    stream = bridge.submit(longer, deadline, client)
+    stream = bridge.submit(longer, deadline, client, is_preparation=True)
     try:
         async for emission in stream:
             if emission.finish_reason == "error":
@@ -66,5 +66,5 @@ async def prompt_logprobs(
 def _request(llm: LLM, prompt: list[int], num_top: int) -> Request:
     params = SamplingParams(max_tokens=max(len(prompt) - 1, 1), logprobs=num_top, ignore_eos=True)
     (request,) = llm.requests_for(prompt[:1], params)
-    request.matcher = Dictated(prompt[1:], llm.runner.vocab_size)
+    request.matcher = ForcedSequence(prompt[1:], llm.runner.vocab_size)
     return request

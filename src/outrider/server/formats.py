@@ -181,8 +181,8 @@ END_REASONING = [form["fields"][CALLS]["open_pattern"] for form in (QWEN_XML, KI
 THINKING: dict[str, Any] = {"start_anchor_pattern": BEGUN, "fields": {REASONING[0]: THINK, "content": {}}}  # unknown calls
 
 
-class Lead(NamedTuple):
-    """What a reply may say before the JSON that a grammar forces, as markers of one form of reasoning."""
+class Preamble(NamedTuple):
+    """Markers of the reasoning that may precede grammar-constrained JSON."""
 
     opening: str  # empty: the prompt ends within reasoning
     closing: str  # empty: no reasoning
@@ -196,14 +196,14 @@ class Lead(NamedTuple):
         return self.opening, self.closing, self.resumed, self.heading
 
 
-LEADS = (
-    Lead("<think>", "</think>"),
-    Lead("<seed:think>", "</seed:think>"),
-    Lead("[THINK]", "[/THINK]"),
-    Lead("<|channel>thought\n", "<channel|>"),
-    Lead("<|START_THINKING|>", "<|END_THINKING|>", heading="<|START_RESPONSE|>"),
-    Lead("<|START_THINKING|>", "<|END_THINKING|>", heading="<|START_TEXT|>"),
-    Lead("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"),
+PREAMBLES = (
+    Preamble("<think>", "</think>"),
+    Preamble("<seed:think>", "</seed:think>"),
+    Preamble("[THINK]", "[/THINK]"),
+    Preamble("<|channel>thought\n", "<channel|>"),
+    Preamble("<|START_THINKING|>", "<|END_THINKING|>", heading="<|START_RESPONSE|>"),
+    Preamble("<|START_THINKING|>", "<|END_THINKING|>", heading="<|START_TEXT|>"),
+    Preamble("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"),
 )
 
 # Texts that begin a tool call and never JSON. A reply may begin with those that a form's pattern of calls begins with.

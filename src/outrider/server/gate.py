@@ -152,7 +152,7 @@ class Gate:
                 left -= len(message["body"])
                 message = await receive()
 
-        with suppress(asyncio.TimeoutError):
+        with suppress(TimeoutError):
             await asyncio.wait_for(rest(), self._config.body_timeout)
 
 

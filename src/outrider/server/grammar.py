@@ -23,16 +23,16 @@ from torch import Tensor
 from outrider.engine.queue import exceeds_share
 from outrider.server import schemas
 from outrider.server.bridge import Busy, Stopping
-from outrider.server.formats import Lead
+from outrider.server.formats import Preamble
+from outrider.server.parameters import levels
 from outrider.server.pool import WorkerPool
-from outrider.server.protocol import levels
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from outrider.server.config import Client, ServerConfig
-    from outrider.server.prompts import Aside
+    from outrider.server.prompts import InThread
 
 ANY_OBJECT = '{"type": "object"}'
 MAX_KEPT = 1 << 19  # total characters of cached schemas; an ordinary grammar takes some hundred bytes per character
@@ -67,54 +67,55 @@ def schema_text(schema: dict[str, Any], config: ServerConfig) -> str:
 class GrammarCompiler:
     """Compile grammars for one tokenizer, without time or memory limits. For schemas of clients use ``Grammars``."""
 
-    def __init__(self, tools: Mapping[str, Any] | None) -> None:
-        """``tools``: tokenizer data from ``server.prompts.tools``."""
-        self._tools = tools
+    def __init__(self, data: Mapping[str, Any] | None) -> None:
+        """``data``: of ``server.prompts.tokenizer_data``."""
+        self._data = data
         self._table: LLTokenizer | None = None
 
     def json(self, schema: dict[str, Any] | None = None) -> TokenGrammar:
         """Return the grammar of JSON objects, or of a JSON schema. Raises ``OutriderError`` for an unsupported schema."""
         return self.compiled(ANY_OBJECT if schema is None else json.dumps(schema))
 
-    def compiled(self, schema: str, lead: Lead | None = None) -> TokenGrammar:
-        """Return the grammar of a schema given as JSON text, after a lead. Raises ``OutriderError`` if it is unsupported."""
-        tools = self.checked()
+    def compiled(self, schema: str, preamble: Preamble | None = None) -> TokenGrammar:
+        """Return the grammar of a schema in JSON text, after a preamble. Raises ``OutriderError`` if it is unsupported."""
+        data = self.checked()
         if self._table is None:
-            self._table = schemas.token_table(tools)
-        matcher = schemas.compiled(self._table, schema, lead)
-        return TokenGrammar(matcher, tools["mask_size"], frozenset(tools["eos_token_ids"]))
+            self._table = schemas.token_table(data)
+        matcher = schemas.compiled(self._table, schema, preamble)
+        return TokenGrammar(matcher, data["mask_size"], frozenset(data["eos_token_ids"]))
 
     def checked(self) -> Mapping[str, Any]:
         """Return the tokenizer data. Raises ``OutriderError`` if the tokenizer does not support grammars."""
-        if self._tools is None or not self._tools["eos_token_ids"]:
+        if self._data is None or not self._data["eos_token_ids"]:
             raise OutriderError(
                 "structured output is not available for this model: it requires a fast tokenizer with an end-of-sequence token"
             )
-        return self._tools
+        return self._data
 
 
 class Grammars:
     """Cache of compiled grammars. Each new schema is tested in a worker process first. For one event loop's thread."""
 
-    def __init__(self, tools: Mapping[str, Any] | None, config: ServerConfig, aside: Aside) -> None:
-        """``aside`` runs a function in a thread that runs nothing else: compiling may take as long as the worker may."""
-        self._compiler, self._config, self._aside = GrammarCompiler(tools), config, aside
-        self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()  # by lead and schema, as all that follow
+    def __init__(self, data: Mapping[str, Any] | None, config: ServerConfig, in_compiler_thread: InThread) -> None:
+        """``in_compiler_thread`` runs a function in a thread for nothing else: compiling may take as long as the worker may."""
+        self._compiler, self._config = GrammarCompiler(data), config
+        self._in_compiler_thread = in_compiler_thread
+        self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()  # by preamble and schema, as all that follow
         self._in_memory: WeakKeyDictionary[TokenGrammar, str] = WeakKeyDictionary()  # -> turn of the client that sent it first
         self._refused: OrderedDict[str, str] = OrderedDict()  # -> reason
         self._under_way: dict[str, tuple[asyncio.Task[TokenGrammar], str]] = {}  # -> task, turn of its client
         limits = {"seconds": config.schema_timeout, "memory": int(config.worker_memory * 2**30), "nice": 10, "for_texts": False}
-        self.pool = WorkerPool("compile a JSON schema", {**(tools or {}), **limits}, config.workers, eager=False)
+        self.pool = WorkerPool("compile a JSON schema", {**(data or {}), **limits}, config.workers, eager=False)
 
-    async def get(self, schema: dict[str, Any] | None, client: Client, lead: Lead | None = None) -> TokenGrammar:
-        """Return the grammar of a schema, or of JSON objects for None, after a lead.
+    async def get(self, schema: dict[str, Any] | None, client: Client, preamble: Preamble | None = None) -> TokenGrammar:
+        """Return the grammar of a schema, or of JSON objects for None, after a preamble.
 
         Raises ``OutriderError`` for an unsupported schema, and ``Busy`` if the grammar is not in memory and there is no
         room for it: memory holds too many, of all clients or of this one.
         """
         self._compiler.checked()
         text = ANY_OBJECT if schema is None else schema_text(schema, self._config)
-        key = f"{lead or ''}{text}"
+        key = f"{preamble or ''}{text}"
         known, is_renewed = self._kept.get(key), text == ANY_OBJECT
         if known is not None:
             if known.refusal is None and known.num_outputs < MAX_OUTPUTS:
@@ -130,7 +131,7 @@ class Grammars:
         if key not in self._under_way:
             if not is_renewed:
                 self._check_room(client)
-            making = asyncio.create_task(self._made(key, text, lead, client))
+            making = asyncio.create_task(self._made(key, text, preamble, client))
             self._under_way[key] = making, client.turn
             making.add_done_callback(lambda _: self._under_way.pop(key))
             # mark as retrieved: all callers may be gone
@@ -144,10 +145,10 @@ class Grammars:
         if num_free <= 0 or exceeds_share(client.turn, holders.count(client.turn), num_free):
             raise Busy(1)
 
-    async def _made(self, key: str, text: str, lead: Lead | None, client: Client) -> TokenGrammar:
+    async def _made(self, key: str, text: str, preamble: Preamble | None, client: Client) -> TokenGrammar:
         try:
             await self.pool.do({"schema": text}, len(text), client)
-            grammar: TokenGrammar = await self._aside(lambda: self._compiler.compiled(text, lead))
+            grammar: TokenGrammar = await self._in_compiler_thread(lambda: self._compiler.compiled(text, preamble))
         except (Busy, Stopping):
             raise
         except OutriderError as error:

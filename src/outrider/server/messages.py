@@ -16,6 +16,7 @@ from outrider.server.protocol import (
     MAX_TOOLS,
     Body,
     ChatBody,
+    HostedTool,
     Identifier,
     Parameters,
     SamplingFields,
@@ -24,8 +25,8 @@ from outrider.server.protocol import (
     TextPart,
     Variables,
     at_most,
-    shallow,
-    switched,
+    check_json,
+    with_thinking,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class CallBlock(Block):
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: Annotated[dict[str, Any], AfterValidator(shallow)]
+    input: Annotated[dict[str, Any], AfterValidator(check_json)]
     caller: Any = None  # accepted and ignored
 
 
@@ -179,12 +180,6 @@ class CustomTool(Body):
         """Return the tool as a function of chat."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": function}
-
-
-class HostedTool(Body, extra="allow"):
-    """A tool that Anthropic's servers run. It is not shown to the model, which therefore does not call it."""
-
-    type: Text
 
 
 AnyTool = Annotated[
@@ -284,7 +279,7 @@ class CountBody(SamplingFields):
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "reasoning_effort": effort,
             "include_reasoning": self.include_reasoning and (thinking is None or thinking.display != "omitted"),
-            "chat_template_kwargs": switched(self.chat_template_kwargs, is_thinking),
+            "chat_template_kwargs": with_thinking(self.chat_template_kwargs, is_thinking),
         }
         return as_chat(given, "messages", NAMES)
 
@@ -329,8 +324,7 @@ class MessagesBody(CountBody):
 
 async def counted(body: ChatBody, prompts: Prompts, client: Client) -> dict[str, Any]:
     """Return the answer of ``POST /v1/messages/count_tokens``. Raises ``OutriderError`` for a prompt that is too long."""
-    messages = [message.plain() for message in body.messages]
-    (token_ids,) = await prompts.chat(messages, client, body.offered, body.variables)
+    (token_ids,) = await prompts.chat(body, client)
     return {"input_tokens": len(token_ids)}
 
 

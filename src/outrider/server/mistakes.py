@@ -41,7 +41,7 @@ def mistakes(errors: Sequence[Any]) -> str:
 
 
 def unreadable(cause: BaseException | None) -> str:
-    """Describe why a body is not read that has no syntax error."""
+    """Describe why a body could not be parsed although its JSON has no syntax error."""
     if isinstance(cause, RecursionError):
         return "invalid JSON: nested too deeply: expected little nesting"
     if isinstance(cause, ValueError) and not isinstance(cause, UnicodeError):

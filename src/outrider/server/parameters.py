@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 KINDS: dict[type, str] = {
@@ -19,20 +19,31 @@ PYTHONIC = {"True": "true", "False": "false", "None": "null"}  # models write th
 MAX_ALTERNATIVES = 64  # schemas that are read for the types of one value
 
 
-def moved(schema: Any, place: str) -> Any:
+def levels(value: Any) -> Iterator[list[Any]]:
+    """Yield the values of JSON at each depth, the whole first. Each level is read when it is asked for."""
+    level = [value]
+    while level:
+        yield level
+        inside = [outer.values() if isinstance(outer, dict) else outer for outer in level if isinstance(outer, (dict, list))]
+        level = [inner for values in inside for inner in values]
+
+
+def rebase_references(schema: Any, place: str) -> Any:
     """Return a schema whose references into itself (``#`` or a path) are valid at ``place`` in another schema."""
     if isinstance(schema, list):
-        return [moved(each, place) for each in schema]
+        return [rebase_references(each, place) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: place + value[1:] if _is_path(key, value) else moved(value, place) for key, value in schema.items()}
+    return {
+        key: place + value[1:] if _is_path(key, value) else rebase_references(value, place) for key, value in schema.items()
+    }
 
 
 def calls_schema(functions: Mapping[str, Any], is_parallel: bool) -> dict[str, Any]:
     """Return the JSON schema of a list of calls. ``functions``: the schema of each function's arguments."""
     calls = []
     for index, (name, schema) in enumerate(functions.items()):
-        arguments = moved(schema, f"#/items/anyOf/{index}/properties/arguments")
+        arguments = rebase_references(schema, f"#/items/anyOf/{index}/properties/arguments")
         properties = {"name": {"const": name}, "arguments": arguments}
         calls.append({"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False})
     most = {} if is_parallel else {"maxItems": 1}
@@ -44,7 +55,7 @@ def _is_path(key: str, value: Any) -> bool:
 
 
 def typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of which some are JSON written as text with the types of their schema; others stay text."""
+    """Convert arguments given as text to the types of their JSON schema; text that has none of these types stays text."""
     properties = schema.get("properties")
     known = properties if isinstance(properties, dict) else {}
     return {
@@ -58,6 +69,8 @@ def _typed(text: str, types: set[str]) -> Any:
     try:
         value = json.loads(PYTHONIC.get(stripped, stripped), parse_constant=_refuse)
     except (ValueError, RecursionError):
+        return text
+    if isinstance(value, str):  # models write strings without quotes: these are part of the text
         return text
     if isinstance(value, float) and value.is_integer() and "integer" in types:
         return int(value)

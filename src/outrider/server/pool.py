@@ -214,7 +214,7 @@ class WorkerPool:
                 self._trouble, self._last_move = None, monotonic()
                 return worker
 
-    def _job_to_retry(self, task: _Task, error: WorkerLost | asyncio.TimeoutError) -> _Task | None:
+    def _job_to_retry(self, task: _Task, error: WorkerLost | TimeoutError) -> _Task | None:
         """Return the job if it should run again after its process was lost; otherwise end it with an error."""
         if isinstance(error, WorkerLost) and error.code == -signal.SIGKILL and not task.is_repeated:
             logger.warning("a process to %s was killed: retrying its job", self._what)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.engine.config import eos_token_ids
 from outrider.engine.prompts import check_takes_tools, template_of
@@ -17,13 +17,14 @@ from outrider.server.pool import WorkerPool
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
     from outrider.server.config import Client, ServerConfig
+    from outrider.server.protocol import Message
 
-Aside = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a function in the server's helper thread
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a function in another thread
 
 OWN_METHODS = ("encode", "_encode_plus", "apply_chat_template")  # methods of transformers that workers reimplement
 
 
-def tools(llm: LLM) -> dict[str, Any] | None:
+def tokenizer_data(llm: LLM) -> dict[str, Any] | None:
     """Return the tokenizer data for workers, or None if the tokenizer needs more than the ``tokenizers`` library."""
     from transformers import PreTrainedTokenizerFast
 
@@ -45,6 +46,19 @@ def tools(llm: LLM) -> dict[str, Any] | None:
     }
 
 
+class Conversation(Protocol):
+    """What a chat template renders: the body of a chat, or of ``/tokenize``."""
+
+    @property
+    def messages(self) -> Sequence[Message] | None: ...
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def variables(self) -> dict[str, Any]: ...
+
+
 class Prompts:
     """Convert prompts and messages to token ids. Texts that are too long for any tokenization to fit are refused first.
 
@@ -52,16 +66,16 @@ class Prompts:
     a limit on size but not on time.
     """
 
-    def __init__(self, llm: LLM, config: ServerConfig, given: Mapping[str, Any] | None, aside: Aside) -> None:
-        """``given``: tokenizer data from ``tools``; ``aside`` runs a function in the server's helper thread."""
-        self._llm, self._aside, self._given, tokenizer = llm, aside, given, llm.tokenizer
+    def __init__(self, llm: LLM, config: ServerConfig, data: Mapping[str, Any] | None, in_helper_thread: InThread) -> None:
+        """``data``: of ``tokenizer_data``; ``in_helper_thread`` runs a function in the server's helper thread."""
+        self._llm, self._in_helper_thread, self._data, tokenizer = llm, in_helper_thread, data, llm.tokenizer
         self.pool: WorkerPool | None = None
         # The longest token counts characters (for byte-level tokenizers bytes).
         longest = 1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
         self._max_characters = llm.runner.max_len * longest
-        if given is not None:
+        if data is not None:
             limits = {"seconds": config.text_timeout, "memory": int(config.worker_memory * 2**30), "nice": 0, "for_texts": True}
-            self.pool = WorkerPool("tokenise a text", {**given, **limits}, config.workers, eager=True)
+            self.pool = WorkerPool("tokenise a text", {**data, **limits}, config.workers, eager=True)
 
     async def encode(
         self, prompts: Sequence[str] | Sequence[list[int]], client: Client, add_special_tokens: bool = True
@@ -71,20 +85,17 @@ class Prompts:
             self._check_size(prompt)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if not texts or self.pool is None:
-            found: list[list[int]] = await self._aside(lambda: [self._llm.encode(each, add_special_tokens) for each in prompts])
+            found: list[list[int]] = await self._in_helper_thread(
+                lambda: [self._llm.encode(each, add_special_tokens) for each in prompts]
+            )
             return found
         job = {"texts": texts, "add_special_tokens": add_special_tokens}
         return await self._tokenised(job, sum(map(len, texts)), client)
 
-    async def chat(
-        self,
-        messages: list[dict[str, Any]],
-        client: Client,
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[list[int]]:
+    async def chat(self, body: Conversation, client: Client) -> list[list[int]]:
         """Return one prompt, rendered by the tokenizer's chat template. Raises ``OutriderError`` for invalid messages."""
-        variables = dict(variables or {})
+        messages = [message.for_template() for message in body.messages or ()]
+        tools, variables = body.template_tools, dict(body.variables)
         most = self._llm.runner.max_len
         if len(messages) > most:  # every message takes at least one token
             raise PromptTooLong(
@@ -95,9 +106,9 @@ class Prompts:
         num_characters = self._check_size(shown + "".join(map(json.dumps, [*calls, *tools, variables])))
         # OpenAI's newer name: templates drop messages of unknown roles, or know a developer who is not meant.
         messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
-        template = None if self._given is None else self._given["tool_template" if tools else "template"]
+        template = None if self._data is None else self._data["tool_template" if tools else "template"]
         if template is None:
-            return [await self._aside(lambda: self._llm.chat_prompt(messages, tools, variables))]
+            return [await self._in_helper_thread(lambda: self._llm.chat_prompt(messages, tools, variables))]
         if tools:
             check_takes_tools(template)
         read, variables = as_read_by(template, messages), variables_for(template, variables)
@@ -110,13 +121,13 @@ class Prompts:
         if tokenizer is None:
             raise OutriderError("the text of token ids needs a tokenizer, and this model has none")
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(await self._aside(lambda: decode(list(token_ids))))
+        return str(await self._in_helper_thread(lambda: decode(list(token_ids))))
 
     async def names(self, token_ids: Sequence[int]) -> list[str]:
         """Return the tokenizer's name of each token of a text."""
         assert self._llm.tokenizer is not None  # it has encoded the text
         convert = self._llm.tokenizer.convert_ids_to_tokens
-        found: list[str | None] = await self._aside(lambda: convert(list(token_ids)))
+        found: list[str | None] = await self._in_helper_thread(lambda: convert(list(token_ids)))
         return [name or "" for name in found]
 
     async def _tokenised(self, job: dict[str, Any], num_characters: int, client: Client) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -14,7 +14,7 @@ from outrider.engine.prompts import arguments_of, for_template, shown_tool
 from outrider.options import INT32, declared, shown
 from outrider.registry import PLAIN
 from outrider.server.formats import MAX_NAME
-from outrider.server.parameters import calls_schema
+from outrider.server.parameters import calls_schema, levels
 from outrider.types import Grammar, OutriderError, SamplingParams
 
 MAX_LOGPROBS = 20
@@ -49,7 +49,7 @@ def at_most(limit: int, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def shallow(value: Any) -> Any:
+def check_json(value: Any) -> Any:
     """Validate that JSON is not nested so deeply that a library could fail, and that its strings are valid Unicode."""
     for depth, _ in enumerate(levels(value)):
         if depth == MAX_DEPTH:
@@ -58,17 +58,8 @@ def shallow(value: Any) -> Any:
     return value
 
 
-def levels(value: Any) -> Iterator[list[Any]]:
-    """Yield the values of JSON at each depth, the whole first. Each level is read when it is asked for."""
-    level = [value]
-    while level:
-        yield level
-        inside = [outer.values() if isinstance(outer, dict) else outer for outer in level if isinstance(outer, (dict, list))]
-        level = [inner for values in inside for inner in values]
-
-
 def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
-    """Validate that a schema is one of arguments, which have names."""
+    """Validate that the schema describes an object, because arguments have names."""
     if schema.get("type", "object") != "object":
         raise ValueError(f"invalid type {shown(schema['type'])}: expected 'object', because arguments have names")
     return schema
@@ -82,8 +73,8 @@ def _variables(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def switched(variables: dict[str, Any], is_thinking: bool | None) -> dict[str, Any]:
-    """Return variables for a chat template with reasoning switched on or off, unless they do it already."""
+def with_thinking(variables: dict[str, Any], is_thinking: bool | None) -> dict[str, Any]:
+    """Return variables for a chat template with reasoning on or off, unless they set it already."""
     if is_thinking is None or not variables.keys().isdisjoint(THINKING_VARIABLES):
         return variables
     return dict.fromkeys(THINKING_VARIABLES, is_thinking) | variables
@@ -92,7 +83,7 @@ def switched(variables: dict[str, Any], is_thinking: bool | None) -> dict[str, A
 def _arguments(text: str) -> str:
     """Replace the arguments of a call that no template can show, such as truncated ones, by none."""
     try:
-        shallow(arguments_of(text))
+        check_json(arguments_of(text))
     except (OutriderError, ValueError):
         return "{}"
     return text
@@ -103,14 +94,14 @@ Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_unico
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # report the first error only
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Variables = Annotated[dict[Text, Any], AfterValidator(shallow), AfterValidator(_variables)]
+Variables = Annotated[dict[Text, Any], AfterValidator(check_json), AfterValidator(_variables)]
 Identifier = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME}}}$")]  # name of a function
-Parameters = Annotated[dict[str, Any], AfterValidator(shallow), AfterValidator(_of_object)]  # JSON schema of arguments
+Parameters = Annotated[dict[str, Any], AfterValidator(check_json), AfterValidator(_of_object)]  # JSON schema of arguments
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
 
-def like(name: str, **more: Any) -> Any:
+def sampling_field(name: str, **more: Any) -> Any:
     """Return a field with the default, bounds and help of the same field of ``SamplingParams``; ``more`` overrides them."""
     option = declared(SamplingParams)[name]
     return Field(getattr(SamplingParams(), name), description=option.help, **{**option.kind.bounds, **more})
@@ -178,28 +169,28 @@ class SamplingFields(Body):
     """Fields common to both kinds of completion. The defaults are those of ``SamplingParams``."""
 
     model: Text | None = None
-    temperature: float = like("temperature")
-    top_p: float = like("top_p")
-    n: int = like("n", le=MAX_SAMPLES)
+    temperature: float = sampling_field("temperature")
+    top_p: float = sampling_field("top_p")
+    n: int = sampling_field("n", le=MAX_SAMPLES)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    seed: int | None = like("seed")
-    presence_penalty: float = like("presence_penalty")
-    frequency_penalty: float = like("frequency_penalty")
+    seed: int | None = sampling_field("seed")
+    presence_penalty: float = sampling_field("presence_penalty")
+    frequency_penalty: float = sampling_field("frequency_penalty")
     logit_bias: Annotated[dict[TokenId, Bias], at_most(MAX_BIASES, "logit biases")] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     # extensions of OpenAI's API
-    top_k: int = like("top_k")
-    min_p: float = like("min_p")
-    repetition_penalty: float = like("repetition_penalty")
+    top_k: int = sampling_field("top_k")
+    min_p: float = sampling_field("min_p")
+    repetition_penalty: float = sampling_field("repetition_penalty")
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     banned_token_ids: TokenIds = Field(default_factory=list)
-    min_tokens: int = like("min_tokens")
-    ignore_eos: bool = like("ignore_eos")
-    include_stop_str_in_output: bool = like("include_stop_str_in_output")
-    skip_special_tokens: bool = like("skip_special_tokens")
+    min_tokens: int = sampling_field("min_tokens")
+    ignore_eos: bool = sampling_field("ignore_eos")
+    include_stop_str_in_output: bool = sampling_field("include_stop_str_in_output")
+    skip_special_tokens: bool = sampling_field("skip_special_tokens")
     speculative: Speculative | None = None
     # accepted and ignored
     service_tier: Text | None = None
@@ -308,8 +299,8 @@ class Message(Body):
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # the same under vLLM's name
+    refusal: Text | None = None  # instead of content
     # accepted and ignored: clients send answers back as they came
-    refusal: Text | None = None
     annotations: list[Any] | None = None
     parsed: Any = None
     cache_control: Any = None
@@ -318,8 +309,11 @@ class Message(Body):
     def _has_content(self) -> Self:
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("tool_call_id is missing: a message with role tool needs the id of its call")
+        if self.role == "assistant" and not self.content:
+            self.content = self.refusal or self.content  # the model is shown what was said
         if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.thoughts)):
-            raise ValueError("content is missing: only an assistant's message with tool_calls or reasoning_content may lack it")
+            names = "tool_calls, reasoning_content or refusal"
+            raise ValueError(f"content is missing: only an assistant's message with {names} may lack it")
         return self
 
     @property
@@ -327,7 +321,7 @@ class Message(Body):
         """The reasoning, under either name."""
         return self.reasoning_content or self.reasoning
 
-    def plain(self) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         """Return the message for a chat template."""
         shown = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
         message = self.model_dump(include={*shown}, exclude={"tool_calls": {"__all__": {"index"}}})
@@ -358,6 +352,12 @@ class Tool(Body):
         schema = {"type": "object", **({"additionalProperties": False} if has_none else {}), **given}
         schema.pop("$id", None)  # otherwise references would be relative to it
         return schema
+
+
+class HostedTool(Body, extra="allow"):
+    """A tool that the API's own servers would run. It is not shown to the model, which therefore does not call it."""
+
+    type: Text
 
 
 class FunctionName(Body):
@@ -467,10 +467,10 @@ class ChatBody(SamplingFields):
     @property
     def may_call(self) -> bool:
         """Whether the model decides to call tools or not."""
-        return bool(self.offered) and not self.is_forced
+        return bool(self.template_tools) and not self.is_forced
 
     @cached_property
-    def offered(self) -> list[dict[str, Any]]:
+    def template_tools(self) -> list[dict[str, Any]]:
         """The tools for the chat template."""
         return [] if self.tool_choice == "none" else shown_tools(self.tools or [])
 
@@ -480,7 +480,7 @@ class ChatBody(SamplingFields):
         named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         given = {name: value for name, value in named.items() if value is not None}
         is_thinking = False if self.reasoning_effort == "none" else None
-        return given | switched(self.chat_template_kwargs, is_thinking)
+        return given | with_thinking(self.chat_template_kwargs, is_thinking)
 
     @property
     def is_json(self) -> bool:

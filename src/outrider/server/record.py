@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,9 +32,7 @@ class Record:
         self._model, self._tokenizer = model, tokenizer
         self._writer = ThreadPoolExecutor(1, "outrider-record")
         with errors_as(f"cannot write --record {file}", OSError, detail=without_path):
-            self._file = open(  # noqa: SIM115 - open for the server's lifetime
-                file, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)
-            )
+            self._file = open(file, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 - open for the server's lifetime
 
     def add(self, body: SamplingFields) -> None:
         """Queue a request for writing. If writing fails, log a warning; the response is not affected."""
@@ -71,3 +70,11 @@ class Record:
                 yield line | {"prompt": prompt}
             elif self._tokenizer is not None:
                 yield line | {"prompt": self._tokenizer.decode(prompt)}
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner can read, also if it exists already."""
+    descriptor = os.open(path, flags, 0o600)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.fchmod(descriptor, 0o600)
+    return descriptor

@@ -25,7 +25,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from outrider.engine.prompts import check_takes_tools, template_of
 from outrider.runner.tokenizers import special_ids
 from outrider.server.calls import as_json, flat, json_values, name_and_arguments, plain_json, python_calls
-from outrider.server.formats import CALLS, END_REASONING, LEADS, OPENINGS, REASONING, THINKING, Lead, form_of
+from outrider.server.formats import CALLS, END_REASONING, OPENINGS, PREAMBLES, REASONING, THINKING, Preamble, form_of
 from outrider.server.parameters import typed
 from outrider.server.protocol import THINKING_VARIABLES, ChatBody
 from outrider.types import OutriderError
@@ -40,10 +40,10 @@ ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # chat templ
 MAX_QUOTED = 16  # markers in the strings of one call that are checked, which takes time
 JSON_MARK = re.compile(r'[\\"\[\]{}]')
 LISTED_CALL = re.compile(r'[\s,\[]*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:(?P<arguments>.*)\}', re.DOTALL)
-UNKNOWN = 'no tool-call format of this model is known: set tool_choice to "required" or to a function'
+UNKNOWN = "no tool-call format of this model is known: force a call with tool_choice"
 NO_OPENING = (
     "JSON output cannot be combined with tools that may be called: this model's tool calls have no known opening that "
-    'differs from JSON: set tool_choice to "none", "required" or a function'
+    "differs from JSON: force or forbid calls with tool_choice"
 )
 
 
@@ -89,7 +89,7 @@ class Reply:
     """Reader of one reply. This one takes all text as content."""
 
     num_calls = 0
-    lead: Lead | None = None  # before JSON that a grammar forces
+    preamble: Preamble | None = None  # before JSON that a grammar forces
     ends_with_calls = True  # whether the finish reason of a complete reply with calls is "tool_calls"
     calls_at_once = True  # whether a call is complete when it is returned
     may_reason = False  # whether the text may have reasoning
@@ -330,23 +330,23 @@ class ParsedReply(Reply):
         return found
 
 
-class LedReply(ParsedReply):
-    """Reply with a lead, which is read like other replies, before JSON, which is left to another reader, or before calls."""
+class PreambleReply(ParsedReply):
+    """Reply with a preamble, read like other replies, then JSON, which is left to another reader, or calls."""
 
-    def __init__(self, form: Any, prompt_end: str, body: ChatBody, inner: Reply, lead: Lead) -> None:
+    def __init__(self, form: Any, prompt_end: str, body: ChatBody, inner: Reply, preamble: Preamble) -> None:
         self._inner, self._is_json, self._has_calls = Reply(), False, False  # for the prompt
-        self._closing, self._resumed = _closing_of(lead), lead.resumed
+        self._closing, self._resumed = _closing_of(preamble), preamble.resumed
         super().__init__(form, prompt_end, body)
         self._inner, self._is_json, self._is_fresh = inner, False, True
         self.ends_with_calls, self.calls_at_once = inner.ends_with_calls, inner.calls_at_once
         is_disabled = any(body.variables.get(name) is False for name in THINKING_VARIABLES)
         if self._is_reasoning:
-            lead = lead._replace(opening="")
+            preamble = preamble._replace(opening="")
         elif self._field is not None:  # the prompt ends with the heading
-            lead = Lead("", "")
-        elif is_disabled or prompt_end.rstrip().endswith(lead.closing):
-            lead = lead._replace(opening="", closing="", resumed="")
-        self.lead = lead if any(lead) else None
+            preamble = Preamble("", "")
+        elif is_disabled or prompt_end.rstrip().endswith(preamble.closing):
+            preamble = preamble._replace(opening="", closing="", resumed="")
+        self.preamble = preamble if any(preamble) else None
 
     def finish(self) -> Part:
         part = super().finish()
@@ -359,9 +359,9 @@ class LedReply(ParsedReply):
         What is still held back at the end is an incomplete delimiter, not JSON. From the opening of a call on, a grammar
         allows everything, and the reply is read like others.
         """
-        if self.lead is not None and not (self._is_json or self._is_reasoning or self._has_calls):
+        if self.preamble is not None and not (self._is_json or self._is_reasoning or self._has_calls):
             begun = self._text[self._position :].lstrip().removeprefix(self._resumed).lstrip()
-            self._has_calls = begun.startswith(self.lead.calls)
+            self._has_calls = begun.startswith(self.preamble.calls)
         if self._has_calls:
             return super()._next_delimiter(is_end)
         found = super()._next_delimiter(is_end) if not self._is_json else (None, None, 0)
@@ -380,9 +380,9 @@ class LedReply(ParsedReply):
 
 
 @cache
-def _closing_of(lead: Lead) -> Any:
+def _closing_of(preamble: Preamble) -> Any:
     """Return the pattern of the end of reasoning. A form may know other ends, which are text for a grammar."""
-    reasoning = THINKING["fields"][REASONING[0]] | {"close_pattern": rf"\s{{0,8}}{re.escape(lead.closing)}"}
+    reasoning = THINKING["fields"][REASONING[0]] | {"close_pattern": rf"\s{{0,8}}{re.escape(preamble.closing)}"}
     return load_response_template(THINKING | {"fields": {REASONING[0]: reasoning}}).fields[REASONING[0]].close_re
 
 
@@ -404,13 +404,13 @@ def _delimiters(form: Any) -> str:
     return re.sub(r"\\+(\W)", r"\1", " ".join(written))
 
 
-def lead_of(form: Any, written: str) -> Lead | None:
+def preamble_of(form: Any, written: str) -> Preamble | None:
     """Return what may come before JSON in a form of replies, if ``written``, a model's templates, has its markers."""
     fields = [field for name, field in form.fields.items() if name in REASONING and field.open_re and field.close_re]
-    for one, lead in itertools.product(fields, LEADS):
-        is_form = one.open_re.match(lead.opening) and one.close_re.match(lead.closing)
-        if is_form and lead.heading in written and any(marker.rstrip() in written for marker in lead[:2]):
-            return lead
+    for one, preamble in itertools.product(fields, PREAMBLES):
+        is_form = one.open_re.match(preamble.opening) and one.close_re.match(preamble.closing)
+        if is_form and preamble.heading in written and any(marker.rstrip() in written for marker in preamble[:2]):
+            return preamble
     return None
 
 
@@ -427,8 +427,8 @@ class Replies:
         self._tokenizer = tokenizer
         self._tool_template = None if tokenizer is None else template_of(tokenizer, with_tools=True)
         self._form = None if tokenizer is None else response_template(tokenizer)
-        self._delimiters = self._in_leads = frozenset[int]()
-        self._lead: Lead | None = None
+        self._delimiters = self._in_preambles = frozenset[int]()
+        self._preamble: Preamble | None = None
         self._openings = openings_of(self._form)
         if tokenizer is not None and self._form is not None:
             ids = sorted(special_ids(tokenizer))
@@ -436,12 +436,12 @@ class Replies:
             named = list(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True))
             self._delimiters = frozenset(token for token, name in named if name in text)
             own = getattr(tokenizer, "response_template", None)
-            self._lead = lead = lead_of(self._form, f"{template_of(tokenizer)} {self._tool_template} {own}")
-            self._in_leads = frozenset(token for token, name in named if lead and name in "".join(lead.markers))
+            self._preamble = preamble = preamble_of(self._form, f"{template_of(tokenizer)} {self._tool_template} {own}")
+            self._in_preambles = frozenset(token for token, name in named if preamble and name in "".join(preamble.markers))
 
     def check(self, body: ChatBody) -> None:
         """Raise ``OutriderError`` if the model cannot take the tools of a request, or its calls cannot be read."""
-        if not body.offered:
+        if not body.template_tools:
             return
         check_takes_tools(self._tool_template)
         if body.may_call and (self._form is None or CALLS not in self._form.fields):
@@ -451,18 +451,18 @@ class Replies:
 
     def delimiters(self, body: ChatBody) -> frozenset[int]:
         """Return the special tokens that the reader of a reply needs in its text."""
-        return self._in_leads if body.is_json and not body.may_call else self._delimiters
+        return self._in_preambles if body.is_json and not body.may_call else self._delimiters
 
     def readers(self, body: ChatBody, prompt_ids: Sequence[int]) -> list[Reply]:
         """Return a reader for each choice of a call. Uses the tokenizer."""
-        plain, lead = [self._plain(body) for _ in range(body.n)], self._lead
+        plain, preamble = [self._plain(body) for _ in range(body.n)], self._preamble
         if body.may_call:
-            lead = (lead or Lead("", ""))._replace(calls=self._openings)
-        if self._tokenizer is None or self._form is None or (body.is_json and lead is None):
+            preamble = (preamble or Preamble("", ""))._replace(calls=self._openings)
+        if self._tokenizer is None or self._form is None or (body.is_json and preamble is None):
             return plain
         end = str(self._tokenizer.decode(list(prompt_ids[-PREFIX_TOKENS:]), clean_up_tokenization_spaces=False))
-        if body.is_json and lead is not None:
-            return [LedReply(self._form, end, body, each, lead) for each in plain]
+        if body.is_json and preamble is not None:
+            return [PreambleReply(self._form, end, body, each, preamble) for each in plain]
         return [ParsedReply(self._form, end, body) for _ in plain]
 
     @staticmethod

@@ -21,6 +21,7 @@ from outrider.server.protocol import (
     ChatBody,
     Effort,
     Function,
+    HostedTool,
     Identifier,
     JsonSchema,
     SamplingFields,
@@ -29,8 +30,8 @@ from outrider.server.protocol import (
     Variables,
     Verbosity,
     at_most,
+    check_json,
     refusal_as,
-    shallow,
 )
 
 SYSTEM = ("system", "developer")
@@ -43,8 +44,7 @@ NEW_MESSAGE_AFTER = {
 PieceType = Literal["input_text", "output_text", "reasoning_text", "summary_text"]
 ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 # Tools that OpenAI's servers run.
-HostedType = Literal["web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"]
-HOSTED = get_args(HostedType)
+HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation")
 OWN = {"n", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
 SHOWN = {"description", "parameters", "strict"}  # fields of a function, besides its name, that chat has
 NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}  # of fields of chat
@@ -156,12 +156,6 @@ class Namespace(Body):
     tools: Functions
 
 
-class HostedTool(Body, extra="allow"):
-    """A tool that OpenAI's servers run. It is not shown to the model, which therefore does not call it."""
-
-    type: HostedType
-
-
 class NamedFunction(Body):
     """The one function to call."""
 
@@ -240,7 +234,7 @@ class ResponseBody(SamplingFields):
     n: Literal[1] = 1
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
-    metadata: Annotated[dict[str, Any], AfterValidator(shallow)] | None = None  # repeated in the response
+    metadata: Annotated[dict[str, Any], AfterValidator(check_json)] | None = None  # repeated in the response
     background: Annotated[Literal[False], refused("responses cannot run in the background: leave it out", False)] = False
     # accepted and ignored
     include: list[

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider.errors import OutriderError
-from outrider.server.formats import Lead
+from outrider.server.formats import Preamble
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -37,13 +37,13 @@ def unsupported(why: str) -> OutriderError:
     return OutriderError(f"unsupported JSON schema: {why}")
 
 
-def token_table(tools: Mapping[str, Any]) -> LLTokenizer:
-    """Return llguidance's tokenizer for the data of ``server.prompts.tools``. Takes about a second for a large vocabulary."""
-    return LLTokenizer(tools["tokenizer"], n_vocab=tools["vocab_size"], eos_token=list(tools["eos_token_ids"]))
+def token_table(data: Mapping[str, Any]) -> LLTokenizer:
+    """Return llguidance's tokenizer for ``server.prompts.tokenizer_data``. Takes about a second for a large vocabulary."""
+    return LLTokenizer(data["tokenizer"], n_vocab=data["vocab_size"], eos_token=list(data["eos_token_ids"]))
 
 
-def compiled(table: LLTokenizer, schema: str, lead: Lead | None = None) -> LLMatcher:
-    """Compile a schema given as JSON text, after a lead. Raises ``OutriderError`` if it is invalid or unsupported.
+def compiled(table: LLTokenizer, schema: str, preamble: Preamble | None = None) -> LLMatcher:
+    """Compile a schema given as JSON text, after a preamble. Raises ``OutriderError`` if it is invalid or unsupported.
 
     llguidance limits neither time nor memory here: testing an intersection of patterns for emptiness takes exponential time.
     """
@@ -52,23 +52,24 @@ def compiled(table: LLTokenizer, schema: str, lead: Lead | None = None) -> LLMat
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
     except ValueError as error:
         raise unsupported(_in_short(str(error))) from None
-    if lead is not None:
+    if preamble is not None:
         answer = json.loads(grammar)["grammars"][0] | {"name": "answer"}
-        grammar = json.dumps({"grammars": [{"lark_grammar": _lark(table, lead)}, answer]})
+        grammar = json.dumps({"grammars": [{"lark_grammar": _lark(table, preamble)}, answer]})
     matcher = LLMatcher(table, grammar, log_level=0, limits=limits)
     check(matcher)
     return matcher
 
 
-def _lark(table: LLTokenizer, lead: Lead) -> str:
-    """Return a grammar in llguidance's Lark of a lead and the grammar ``answer``, or a call of a tool."""
-    opening, closing, resumed, heading, *calls = (" ".join(_symbols(table, marker)) for marker in (*lead.markers, *lead.calls))
+def _lark(table: LLTokenizer, preamble: Preamble) -> str:
+    """Return a grammar in llguidance's Lark of a preamble and the grammar ``answer``, or a call of a tool."""
+    markers = (" ".join(_symbols(table, marker)) for marker in (*preamble.markers, *preamble.calls))
+    opening, closing, resumed, heading, *calls = markers
     # The last token of a call's opening may be longer; the tokens that follow it are not restricted.
     answer = f"({' | '.join([f'{heading} @answer', *(f'{call} ANY <[*]>*' for call in calls)])})"
-    if not lead.closing:
+    if not preamble.closing:
         return f"start: SPACE? {answer}{TERMINALS}"
-    start = f"reasoning {resumed} SPACE?" if not lead.opening else f"SPACE? ({opening} reasoning {resumed} SPACE?)?"
-    written = json.dumps(lead.closing)
+    start = f"reasoning {resumed} SPACE?" if not preamble.opening else f"SPACE? ({opening} reasoning {resumed} SPACE?)?"
+    written = json.dumps(preamble.closing)
     if closing == written:  # no token of its own
         reasoning = f"reasoning[suffix={closing}]: ANY"
     else:  # only the token ends it: the reader, who sees text, must not find the marker earlier

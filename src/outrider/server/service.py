@@ -28,8 +28,8 @@ from outrider.server.grammar import Grammars, TokenGrammar
 from outrider.server.message_events import PREFIX, MessageAnswer
 from outrider.server.messages import CountBody, MessagesBody, counted
 from outrider.server.metrics import Metrics
-from outrider.server.mistakes import mistakes, unreadable
-from outrider.server.prompts import Aside, Prompts, tools
+from outrider.server.mistakes import MAX_DETAIL, mistakes, unreadable
+from outrider.server.prompts import InThread, Prompts, tokenizer_data
 from outrider.server.protocol import ChatBody, SamplingFields, StreamOptions
 from outrider.server.record import Record
 from outrider.server.replies import Replies
@@ -60,13 +60,13 @@ class Service:
         self._tokens = TokenTexts(llm.tokenizer)
         self._replies = Replies(llm.tokenizer)
         # For slow work, and all work with the tokenizer, which is not thread-safe.
-        self._aside_thread = ThreadPoolExecutor(1, "outrider-aside")
+        self._helper_thread = ThreadPoolExecutor(1, "outrider-helper")
         self._grammar_thread = ThreadPoolExecutor(1, "outrider-grammars")  # so that only calls with new schemas wait for it
         self._record = None if config.record is None else Record(config.record, config.name, llm.tokenizer)
-        given = tools(llm)
-        self._aside: Aside = partial(_in_thread, self._aside_thread)
-        self._prompts = Prompts(llm, config, given, self._aside)
-        self._grammars = Grammars(given, config, partial(_in_thread, self._grammar_thread))
+        data = tokenizer_data(llm)
+        self._in_helper_thread: InThread = partial(_in_thread, self._helper_thread)
+        self._prompts = Prompts(llm, config, data, self._in_helper_thread)
+        self._grammars = Grammars(data, config, partial(_in_thread, self._grammar_thread))
         self.pools = [pool for pool in (self._prompts.pool, self._grammars.pool) if pool is not None]
 
     async def completions(self, body: CompletionBody, http: Request) -> Response:
@@ -88,10 +88,8 @@ class Service:
         self, given: list[str] | list[list[int]], prompts: list[list[int]], body: CompletionBody, call: Call
     ) -> list[Echo]:
         """Return the prompts as parts of the answer; if log-probabilities are asked for, with theirs."""
-        texts = [
-            each if isinstance(each, str) else await self._aside(partial(self._tokens.decoded, each, body.skip_special_tokens))
-            for each in given
-        ]
+        decode = partial(self._tokens.decoded, skips_special=body.skip_special_tokens)
+        texts = [each if isinstance(each, str) else await self._in_helper_thread(partial(decode, each)) for each in given]
         if body.logprobs is None:
             return [Echo(text) for text in texts]
         deadline = call.arrived + self.config.request_timeout
@@ -126,13 +124,12 @@ class Service:
         whole = max(self.llm.runner.max_len, body.min_tokens)  # the context, which ends the reply in any case
         max_tokens = body.max_completion_tokens or body.max_tokens or whole
         self._replies.check(body)
-        messages = [message.plain() for message in body.messages]
 
         async def encode() -> list[list[int]]:
-            prompts = await self._prompts.chat(messages, call.client, body.offered, body.variables)
-            readers = await self._aside(lambda: self._replies.readers(body, prompts[0]))
+            prompts = await self._prompts.chat(body, call.client)
+            readers = await self._in_helper_thread(lambda: self._replies.readers(body, prompts[0]))
             answer.replies |= enumerate(readers)
-            answer.lead = readers[0].lead
+            answer.preamble = readers[0].preamble
             make = self.llm.engine.scheduler.make_detokenizer
             if make is not None and readers[0].may_reason:
                 detokenizers = [make(prompts[0], body.skip_special_tokens, answer.delimiters) for _ in readers]
@@ -172,7 +169,7 @@ class Service:
         for pool in self.pools:
             await pool.stop()
         self._grammar_thread.shutdown(wait=False)
-        self._aside_thread.shutdown(wait=self._record is not None)
+        self._helper_thread.shutdown(wait=self._record is not None)
         if self._record is not None:
             self._record.close()
 
@@ -218,21 +215,21 @@ class Service:
             stream = self.bridge.submit(samples, deadline, call.client)
         self.metrics.accepted(prompts)
         if self._record is not None:
-            self._aside_thread.submit(self._record.add, body)
-        watched = Watched(stream, answer, call, self.metrics, params)
+            self._helper_thread.submit(self._record.add, body)
+        running = RunningAnswer(stream, answer, call, self.metrics, params)
         if body.stream:
-            return EventStream(watched, body.stream_options or StreamOptions())
-        return await _whole(watched, http)
+            return EventStream(running, body.stream_options or StreamOptions())
+        return await _whole(running, http)
 
     async def _prepared(
         self, body: SamplingFields, call: Call, encode: Encode, params_with: ParamsWith, answer: Answer
     ) -> tuple[list[list[int]], SamplingParams]:
         """Return the token ids and sampling parameters; tokenization and grammar run in workers."""
         prompts = await encode()
-        grammar = await self._grammars.get(body.schema_asked, call.client, answer.lead) if body.is_json else None
+        grammar = await self._grammars.get(body.schema_asked, call.client, answer.preamble) if body.is_json else None
         params = params_with(grammar)
         if params.logprobs is not None:
-            await self._aside(self._tokens.load)
+            await self._in_helper_thread(self._tokens.load)
         return prompts, params
 
     def _samples(
@@ -257,7 +254,7 @@ class Service:
         return samples
 
 
-class Watched:
+class RunningAnswer:
     """A stream of emissions together with its response and timing."""
 
     def __init__(self, stream: Stream, answer: Answer, call: Call, metrics: Metrics, params: SamplingParams) -> None:
@@ -287,7 +284,7 @@ class Watched:
         if isinstance(grammar, TokenGrammar) and grammar.refusal is not None:
             return OutriderError(grammar.refusal)
         if grammar is not None and (params.allowed_token_ids is not None or params.banned_token_ids):
-            return OutriderError(f"response_format and the allowed or banned tokens may leave no token: {error}")
+            return OutriderError(f"the form of the output and the allowed or banned tokens may leave no token: {error}")
         return TargetFailed(error)
 
     def close(self) -> None:
@@ -345,54 +342,54 @@ async def _disconnected(http: Request) -> None:
         pass
 
 
-async def _whole(watched: Watched, http: Request) -> Response:
+async def _whole(running: RunningAnswer, http: Request) -> Response:
     """Return the complete response; if the client disconnects, cancel its requests."""
 
     async def collect() -> bool:
-        async for _ in watched.chunks():
+        async for _ in running.chunks():
             pass
         return True
 
     try:
         if not await _unless_disconnected(http, collect()):
             return Response(status_code=CLOSED)
-        if all(completion.logprobs is None for completion in watched.answer.choices):
-            whole = watched.answer.whole()
+        if all(completion.logprobs is None for completion in running.answer.choices):
+            whole = running.answer.whole()
             try:
                 return JSONResponse(whole)
             except UnicodeEncodeError:  # half a character in the arguments of a call
                 return Response(json.dumps(whole), media_type="application/json")
         # Log-probabilities of many samples are megabytes of JSON: iterencode lets other threads run meanwhile.
-        content = await asyncio.to_thread(lambda: "".join(COMPACT.iterencode(watched.answer.whole())))
+        content = await asyncio.to_thread(lambda: "".join(COMPACT.iterencode(running.answer.whole())))
         return Response(content, media_type="application/json")
     finally:
-        watched.close()
+        running.close()
 
 
 class EventStream(StreamingResponse):
     """Stream of server-sent events. However the stream ends, its requests are removed from the engine."""
 
-    def __init__(self, watched: Watched, options: StreamOptions) -> None:
-        self._watched, self._options = watched, options
+    def __init__(self, running: RunningAnswer, options: StreamOptions) -> None:
+        self._running, self._options = running, options
         super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._watched.close()
+            self._running.close()
 
     async def _events(self) -> AsyncIterator[bytes]:
-        answer = self._watched.answer
+        answer = self._running.answer
         is_counting = self._options.include_usage and self._options.continuous_usage_stats
         for opening in answer.opening():
             yield _event({**opening, "usage": answer.usage()} if is_counting else opening)
         try:
-            async for index, chunk in self._watched.chunks():
+            async for index, chunk in self._running.chunks():
                 for event in answer.events(index, chunk):
                     yield _event({**event, "usage": answer.usage()} if is_counting else event)
         except (TimeoutError, OutriderError) as error:
-            for event in answer.failure(*explained(error)[:2]):
+            for event in answer.failure(*as_http_error(error)[:2]):
                 yield _event(event)
             return
         if self._options.include_usage:
@@ -401,7 +398,7 @@ class EventStream(StreamingResponse):
             yield DONE
 
 
-def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+def as_http_error(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return the HTTP status, body and headers for an error."""
     if isinstance(error, HTTPException):  # FastAPI's own, with status 400, is about JSON that Python cannot read
         what = unreadable(error.__cause__) if error.status_code == 400 else str(error.detail)
@@ -409,7 +406,7 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     if isinstance(error, RequestValidationError):
         inside = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # the first part is "body"
         where = inside[0]["loc"] if inside[0]["type"] != "json_invalid" else ()  # of broken JSON it is a position
-        param = str(where[0]) if where else None
+        param = str(where[0])[:MAX_DETAIL] if where else None
         body = error_body(mistakes(inside), "invalid_request_error", "invalid_body", param)
         details = next((found for each in inside if (found := each.get("ctx", {}).get("details"))), None)
         if details is not None:
@@ -423,7 +420,7 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         return 429, error_body(str(error), "rate_limit_error", "queue_full"), {"retry-after": str(error.retry_after)}
     if isinstance(error, Stopping):
         return 503, error_body(str(error), "server_error", "stopping"), {"retry-after": "5"}
-    if isinstance(error, asyncio.TimeoutError):
+    if isinstance(error, TimeoutError):
         return 504, error_body("the answer exceeded the server's time limit", "server_error", "timeout"), {}
     if isinstance(error, TargetFailed):
         return 500, error_body(str(error), "server_error"), {}

@@ -40,7 +40,7 @@ class TokenizeBody(Body):
         return self
 
     @property
-    def offered(self) -> list[dict[str, Any]]:
+    def template_tools(self) -> list[dict[str, Any]]:
         """The tools for the chat template."""
         return shown_tools(self.tools or [])
 
@@ -60,8 +60,7 @@ class DetokenizeBody(Body):
 async def tokenized(body: TokenizeBody, llm: LLM, prompts: Prompts, client: Client) -> dict[str, Any]:
     """Return the answer of ``POST /tokenize``. Raises ``OutriderError`` for a prompt that is too long or invalid."""
     if body.messages is not None:
-        messages = [message.plain() for message in body.messages]
-        (token_ids,) = await prompts.chat(messages, client, body.offered, body.variables)
+        (token_ids,) = await prompts.chat(body, client)
     else:
         (token_ids,) = await prompts.encode([body.prompt or ""], client, body.add_special_tokens is not False)
     names = await prompts.names(token_ids) if body.return_token_strs else None

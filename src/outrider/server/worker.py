@@ -40,7 +40,7 @@ def send(stream: BinaryIO, content: Job) -> None:
 
 
 class Workbench:
-    """Run jobs with one tokenizer. ``setup``: tokenizer data from ``server.prompts.tools``, and limits."""
+    """Run jobs with one tokenizer. ``setup``: tokenizer data from ``server.prompts.tokenizer_data``, and limits."""
 
     def __init__(self, setup: Job) -> None:
         self._setup = setup

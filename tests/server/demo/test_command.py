@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli import main
+from outrider.cli import main, session
+from outrider.cli.options import ModelOptions
+from outrider.errors import OutriderError
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -39,3 +41,14 @@ def test_unknown_methods_and_missing_drafts_are_refused(capsys: pytest.CaptureFi
     assert "'plain' is the baseline" in refusal(capsys, "--port", "0", "--method", "plain")
     told = refusal(capsys, "--port", "0", "--method", "draft", "--target", str(tmp_path))
     assert "'draft' needs a draft model" in told
+
+
+@pytest.mark.parametrize(("options", "verifier"), [((), "rejection"), (("--verifier", "block"), "block")])
+def test_the_default_verifier_is_the_one_that_the_page_explains(
+    options: tuple[str, ...], verifier: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(models: ModelOptions, *_: object, **__: object) -> None:
+        raise OutriderError(f"verifier: {models.verifier}")
+
+    monkeypatch.setattr(session, "load", load)
+    assert refusal(capsys, "--port", "0", *options) == f"error: verifier: {verifier}"

@@ -101,7 +101,8 @@ def test_the_slider_changes_acceptance_but_not_the_text(visitor: Visitor) -> Non
 
 def test_charts_of_the_last_race_are_not_shown_for_the_next(visitor: Visitor) -> None:
     visitor.race()
-    assert "=" in visitor.page.inner_text("#equation")
+    assert visitor.figure("alpha") == 100
+    assert str(visitor.page.text_content("#equation")).startswith("K+1Kc+1=")  # the general formula would be 0 / 0
     events = [{"type": "started"}, {"type": "error", "message": "no drafts."}]
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
     visitor.page.route("**/api/race", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
@@ -126,6 +127,26 @@ def test_a_clicked_token_shows_its_distributions(visitor: Visitor) -> None:
     page.locator("#lane-plain .tok .said").last.click()
     assert page.locator(".tok[aria-selected=true]").count() == 1
     assert "No draft at this position" in page.inner_text(".story")
+
+
+@pytest.mark.parametrize(
+    ("is_same_text", "rule"), [("false", "only with --verifier rejection"), ("true", "With --same-text a draft is accepted")]
+)
+def test_probabilities_of_other_verifiers_are_not_shown(visitor: Visitor, is_same_text: str, rule: str) -> None:
+    said = visitor.page.evaluate(
+        """async () => {
+            const { Inspector } = await import(new URL("inspector.js", document.querySelector("script[src]").src));
+            const place = {
+                tokens: ["a", "b"], row: 0, guesses: [{ row: 1, chance: null, accepted: false }],
+                target: [0.5, 0.5], draft: [0.2, 0.8], residual: null, odds: null, is_point_mass: false,
+            };
+            const root = document.getElementById("inspector");
+            new Inspector(root).show({ name: "a", origin: "corrected", place }, 1, IS_SAME_TEXT);
+            return root.querySelector(".detail").textContent;
+        }""".replace("IS_SAME_TEXT", is_same_text)
+    )
+    assert "The draft proposed b; the target\u2019s choice is a." in said and rule in said
+    assert "acceptance probability" not in said and "Residual:" not in said and "The residual is empty" not in said
 
 
 def test_the_page_can_be_used_by_keyboard_alone(visitor: Visitor) -> None:

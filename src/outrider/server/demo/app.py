@@ -63,15 +63,16 @@ class Demo:
             Mount("/page", StaticFiles(directory=PAGE)),
         ]
         kinds: tuple[type[Exception], ...] = (HTTPException, OutriderError, ClientDisconnect, Exception)
-        return with_headers(Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, explained)))
+        return with_headers(Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error)))
 
     async def _index(self, request: Request) -> Response:
         return Response((PAGE / "index.html").read_bytes(), media_type="text/html")
 
     async def _tell(self, request: Request) -> Response:
         limits = {"prompt_chars": MAX_PROMPT, "max_tokens": MAX_TOKENS}
-        of_track = {"methods": self._track.methods, "lossless": self._track.is_lossless}
-        return JSONResponse(self._about | of_track | {"limits": limits, "waiting": len(self.line)})
+        track = self._track
+        of_track = {"methods": track.methods, "lossless": track.is_lossless, "same_text": track.is_same_text}
+        return JSONResponse(self._about | of_track | {"limits": limits})
 
     async def _race(self, request: Request) -> ASGIApp:
         """Stream a race as events. Invalid requests are refused before the visitor is queued."""
@@ -159,7 +160,7 @@ def refusal(message: str, status: int, headers: Mapping[str, str] | None = None)
     return JSONResponse({"error": message}, status_code=status, headers=headers)
 
 
-async def explained(request: Request, error: Exception) -> Response:
+async def on_error(request: Request, error: Exception) -> Response:
     """Return an error of the client as one line; any other one says that the server failed."""
     if isinstance(error, HTTPException):
         return refusal(error.detail, error.status_code, error.headers)

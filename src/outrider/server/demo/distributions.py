@@ -1,6 +1,6 @@
 """Distributions at each token's position: the draft's, the target's, and their residual.
 
-Computed from the ``RoundResult`` of a batch of one with the verifier's formulas, for any method.
+Computed from the ``RoundResult`` of a batch of one with the formulas of ``verifiers/rejection.py``, for any method.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ MAX_ROWS = 9
 
 
 @torch.no_grad()
-def places(seen: RoundResult, token_ids: Sequence[int], name: Callable[[int], str]) -> list[Entry]:
+def places(seen: RoundResult, token_ids: Sequence[int], name: Callable[[int], str], has_chances: bool) -> list[Entry]:
     """Return one entry per emitted token of a round: the accepted path, then the next token.
 
     ``name`` returns the name of a token id. An entry names the most likely tokens at the position, with their probabilities;
     the emitted token and the drafts refer to them by index (``row``), because two tokens may share a name.
+
+    ``has_chances``: whether sampled rounds are verified draft by draft, so that a draft has an acceptance probability and a
+    residual. Otherwise both are None.
     """
     proposal, sampler, logits = seen.proposal, seen.context.sampler, seen.scores.logits
     target = sampler.probs(logits, proposal.token_ids, proposal.parents, lens=proposal.lens)[0]  # [N + 1, V]
@@ -37,10 +40,8 @@ def places(seen: RoundResult, token_ids: Sequence[int], name: Callable[[int], st
         accepted = path[depth] if depth < len(path) else None
         odds = torch.softmax(logits[0, parent + 1], -1) if is_greedy else None
         tried = _tried(seen, parent, accepted)
-        place = _place(seen, target[parent + 1], odds, tried, accepted, emitted)
+        place = _place(seen, target[parent + 1], odds, tried, accepted, emitted, has_chances)
         place["tokens"] = [name(token) for token in place["tokens"]]
-        for guess in place["guesses"]:
-            guess["text"] = place["tokens"][guess["row"]]
         found.append(place)
     return found
 
@@ -56,10 +57,16 @@ def _tried(seen: RoundResult, parent: int, accepted: int | None) -> list[int]:
 
 
 def _place(
-    seen: RoundResult, target: Tensor, odds: Tensor | None, tried: list[int], accepted: int | None, emitted: int
+    seen: RoundResult,
+    target: Tensor,
+    odds: Tensor | None,
+    tried: list[int],
+    accepted: int | None,
+    emitted: int,
+    has_chances: bool,
 ) -> Entry:
     """Return the entry of one token, with token ids instead of names. ``odds``: a greedy target's, before the argmax."""
-    proposal, is_coupled = seen.proposal, seen.context.sampler.coupled
+    proposal = seen.proposal
     ids = proposal.token_ids[0]
     left, first = target, None
     guesses: list[dict[str, Any]] = []
@@ -67,12 +74,11 @@ def _place(
         token = int(ids[node])
         draft = drawn_from(proposal, 0, node, target).to(target.device)
         first = draft if first is None else first
-        # Probability of acceptance when it was verified. None with coupled noise: the target's choice decides alone.
-        chance = None if is_coupled else round(float(accept_prob(left[token], draft[token])), 4)
+        chance = round(float(accept_prob(left[token], draft[token])), 4) if has_chances else None
         guesses.append({"token": token, "chance": chance, "accepted": node == accepted})
         excess = (left - draft).clamp_min(0.0)
         left = residual(left, draft) if float(excess.sum()) > 0 else torch.zeros_like(left)
-    rest = left if tried and float(left.sum()) > 0 and not is_coupled else None
+    rest = left if tried and has_chances and float(left.sum()) > 0 else None
     shown = _shown([target if odds is None else odds, first, rest], [emitted, *(guess["token"] for guess in guesses)])
     for guess in guesses:
         guess["row"] = shown.index(guess.pop("token"))
@@ -82,7 +88,7 @@ def _place(
         "guesses": guesses,
         "target": _values(target, shown),
         "draft": _values(first, shown),  # of the first draft; None without drafts
-        "residual": _values(rest, shown),  # sampled after a rejection; None: it is empty
+        "residual": _values(rest, shown),  # sampled after a rejection; None: it is empty, or there are no chances
         "odds": _values(odds, shown),
         "is_point_mass": bool(tried) and proposal.probs is None,  # the draft has no distribution
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -20,7 +21,7 @@ SLICE = 0.05  # seconds of rounds between two checks that the visitor is connect
 
 def figures(stats: GenerationStats, plain: GenerationStats) -> dict[str, float | None]:
     """Return a lane's acceptance rates, costs relative to a plain pass, and expected speedup. None means unknown."""
-    stats.pass_seconds, stats.num_timed_rounds = plain.times.score, plain.num_steps
+    stats = replace(stats, pass_seconds=plain.times.score, num_timed_rounds=plain.num_steps)
     return {
         "tok_s": stats.tok_s or None,
         "tau": stats.mean_acceptance_length if stats.num_rounds else None,
@@ -35,8 +36,9 @@ def figures(stats: GenerationStats, plain: GenerationStats) -> dict[str, float |
 class ShownRace:
     """A race of two lanes with the same prompt, settings and seed."""
 
-    def __init__(self, race: Race, names: TokenTexts, detokenizers: DetokenizerFactory) -> None:
-        self._race, self._name, self.lanes = race, names.text, race.lanes
+    def __init__(self, race: Race, names: TokenTexts, detokenizers: DetokenizerFactory, has_chances: bool) -> None:
+        """``has_chances``: see ``places``."""
+        self._race, self._name, self._has_chances, self.lanes = race, names.text, has_chances, race.lanes
         prompt = race.lanes[0].request.token_ids
         self._detokenizers = {lane.name: detokenizers(prompt) for lane in race.lanes}
 
@@ -46,7 +48,7 @@ class ShownRace:
         Raises ``OutriderError`` if the prompt does not fit into the context, or if the target fails.
         """
         started = perf_counter()
-        pending: list[Event] = [{"type": "started", "num_prompt_tokens": self.lanes[0].request.num_prompt_tokens}]
+        pending: list[Event] = [{"type": "started"}]
         last = started
         steps = self._race.run()
         try:
@@ -65,7 +67,7 @@ class ShownRace:
     def _round(self, step: Step) -> Event:
         """Return the event of one round: its tokens, their origins, and the rejected drafts."""
         lane, emission, seen = step.lane, step.emission, step.seen
-        shown = places(seen.result, emission.token_ids, self._name)
+        shown = places(seen.result, emission.token_ids, self._name, self._has_chances)
         tokens = [
             {"text": self._detokenizers[lane.name].feed([id_]), "name": self._name(id_), "origin": origin, "place": place}
             for id_, origin, place in zip(emission.token_ids, emission.origins, shown, strict=True)
@@ -74,10 +76,6 @@ class ShownRace:
             "type": "round",
             "lane": lane.name,
             "clock": lane.clock,
-            "ms": {name: 1e3 * value for name, value in seen.round.times.by_phase().items()},
-            "k": seen.round.k,
-            "drafted": seen.round.lens[0],
-            "accepted": seen.round.num_accepted[0],
             "is_prefill": seen.is_prefill,
             "tokens": tokens,
             "dropped": self._dropped(seen),
@@ -97,8 +95,6 @@ class ShownRace:
         return {
             "type": "finished",
             "reasons": {lane.name: lane.finish_reason for lane in self.lanes},
-            "num_tokens": {lane.name: len(lane.output) for lane in self.lanes},
-            "clocks": {lane.name: lane.clock for lane in self.lanes},
             "first_difference": self._race.first_difference,
             "figures": figures(self.lanes[1].stats, self.lanes[0].stats),
             "plain_tok_s": self.lanes[0].stats.tok_s or None,

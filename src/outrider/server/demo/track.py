@@ -21,6 +21,7 @@ from outrider.server.answers import TokenTexts
 from outrider.server.demo.race import Event, ShownRace
 from outrider.server.protocol import Body
 from outrider.types import OutriderError, SamplingParams
+from outrider.verifiers.rejection import RejectionVerifier
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -60,6 +61,10 @@ class Track:
             raise OutriderError("the demo requires a tokenizer, but this target has none")
         self.llm, self._names, self._detokenizers = llm, TokenTexts(llm.tokenizer), DetokenizerFactory(llm.tokenizer)
         self._names.load()
+        verifier, _ = build_verifiers(llm.speculation)
+        self.is_lossless = verifier.lossless
+        self.is_same_text = llm.speculation.same_text
+        self._has_chances = type(verifier) is RejectionVerifier and not self.is_same_text
         self._plain = self._engine(build_proposer(replace(llm.speculation, method=PLAIN, proposer=None), llm.runner, None))
         speculation = replace(llm.speculation, draft=draft)
         proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods)
@@ -75,10 +80,6 @@ class Track:
     def methods(self) -> dict[str, int]:
         """Return the available methods with their maximum K, limited to the page's maximum."""
         return {name: min(engine.proposer.max_drafts, MAX_DRAFTS) for name, engine in self._engines.items()}
-
-    @property
-    def is_lossless(self) -> bool:
-        return all(verifier.lossless for verifier in build_verifiers(self.llm.speculation))
 
     def warm_up(self) -> float:
         """Generate a few tokens with every method, so that no race includes compilation. Return plain decoding's tokens/s."""
@@ -114,7 +115,7 @@ class Track:
         params = SamplingParams(max_tokens=wanted.max_tokens, temperature=wanted.temperature, seed=wanted.seed, ignore_eos=True)
         race = Race({PLAIN: self._plain, SPECULATIVE: engine}, prompt, params)
         faults = engine.stats.faults
-        for events in ShownRace(race, self._names, self._detokenizers).run():
+        for events in ShownRace(race, self._names, self._detokenizers, self._has_chances).run():
             if events[-1]["type"] == "finished":
                 events[-1]["faults"] = engine.stats.faults - faults
             yield events

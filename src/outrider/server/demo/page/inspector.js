@@ -16,23 +16,25 @@ export class Inspector {
     this.detail.hidden = true;
   }
 
-  /** `token`: as sent by the server; `temperature`: of the race. */
-  show(token, temperature) {
+  /** `token`: as sent by the server; `temperature`: of the race; `isSameText`: whether the server runs with --same-text. */
+  show(token, temperature, isSameText) {
     this.empty.hidden = true;
     this.detail.hidden = false;
-    this.detail.replaceChildren(story(token, temperature), table(token));
+    this.detail.replaceChildren(story(token, temperature, isSameText), table(token));
   }
 }
 
-function story(token, temperature) {
+function story(token, temperature, isSameText) {
   const line = element("p", "story");
-  const { guesses, is_point_mass: isPointMass } = token.place;
+  const { guesses, tokens, is_point_mass: isPointMass } = token.place;
   const said = code(token.name);
   const isGreedy = temperature === 0;
-  const isSampled = !isGreedy && guesses.every((guess) => guess.chance !== null); // null: with --same-text
+  const showsChances = !isGreedy && hasChances(token.place);
   const rule = isGreedy
     ? "At temperature 0 a draft is accepted if it is the target’s most likely token."
-    : "With --same-text a draft is accepted if it is the token that plain decoding samples.";
+    : isSameText
+      ? "With --same-text a draft is accepted if it is the token that plain decoding samples."
+      : "Acceptance probabilities and residuals are shown only with --verifier rejection, the demo’s default.";
   const failed = guesses.filter((guess) => !guess.accepted);
   if (token.origin === "plain") {
     line.append("No draft at this position: the target generated ", said, ".");
@@ -41,20 +43,24 @@ function story(token, temperature) {
   } else if (token.origin === "accepted") {
     const chance = guesses.at(-1).chance;
     line.append("The draft proposed ", said, " and the target accepted it");
-    line.append(isSampled ? ` (acceptance probability ${percent(chance)}). ` : ". ");
-    if (failed.length) line.append("Rejected before it: ", ...names(failed), ". ");
+    line.append(showsChances ? ` (acceptance probability ${percent(chance)}). ` : ". ");
+    if (failed.length) line.append("Rejected before it: ", ...names(failed, tokens), ". ");
   } else {
-    line.append("The draft proposed ", ...names(failed), isSampled ? "; it was rejected " : "; the target’s choice is ");
-    if (isSampled) line.append(`(acceptance probability ${percent(failed[0].chance)}). Sampled from the residual: `);
+    line.append("The draft proposed ", ...names(failed, tokens), showsChances ? "; it was rejected " : "; the target’s choice is ");
+    if (showsChances) line.append(`(acceptance probability ${failed.map((guess) => percent(guess.chance)).join(", ")}). Sampled from the residual: `);
     line.append(said, ". ");
   }
-  if (guesses.length && !isSampled) line.append(rule, " ");
+  if (guesses.length && !showsChances) line.append(rule, " ");
   if (isPointMass && !isGreedy) line.append("This method’s drafts are point masses: they have no distribution.");
   return line;
 }
 
-function names(guesses) {
-  return guesses.flatMap((guess, at) => (at ? [", ", code(guess.text)] : [code(guess.text)]));
+function hasChances(place) {
+  return place.guesses.some((guess) => guess.chance !== null);
+}
+
+function names(guesses, tokens) {
+  return guesses.flatMap((guess, at) => [...(at ? [", "] : []), code(tokens[guess.row])]);
 }
 
 function table(token) {
@@ -87,7 +93,7 @@ function table(token) {
 
 function caption(place) {
   const parts = ["The most likely tokens at this position, with the verifier’s probabilities."];
-  if (place.draft && !place.residual) parts.push("The residual is empty.");
+  if (hasChances(place) && !place.residual) parts.push("The residual is empty.");
   return parts.join(" ");
 }
 

@@ -60,7 +60,8 @@ export class Lane {
     const isFollowed = this.text.scrollTop + this.text.clientHeight > this.text.scrollHeight - 24;
     round.tokens.forEach((token, at) => {
       const isLast = at === round.tokens.length - 1;
-      const failed = token.place.guesses.filter((guess) => !guess.accepted).map((guess) => guess.text);
+      const { guesses: tried, tokens } = token.place;
+      const failed = tried.filter((guess) => !guess.accepted).map((guess) => tokens[guess.row]);
       const guesses = failed.map((text) => guess(text, ""));
       if (isLast) guesses.push(...round.dropped.map((text) => guess(text, "dropped")));
       const said = element("span", WIDTHLESS.test(token.text) ? "said thin" : "said", token.text);

@@ -15,7 +15,7 @@ const EXAMPLES = {
 };
 const RATES = { 1: "real time", 0.5: "half speed", 0.2: "1/5 speed", 0.1: "1/10 speed", 0.05: "1/20 speed", 0.02: "1/50 speed" };
 const LENGTHS = [32, 64, 128, 256];
-const WATCHABLE = 9; // minimum seconds for a replay
+const WATCHABLE = 9; // seconds of a replay
 
 const byId = (id) => document.getElementById(id);
 const [form, status, verdict] = ["setup", "status", "verdict"].map(byId);
@@ -23,7 +23,7 @@ const isCalm = matchMedia("(prefers-reduced-motion: reduce)");
 const inspector = new Inspector(byId("inspector"));
 const lanes = Object.fromEntries(LANES.map((name) => [name, new Lane(byId(`lane-${name}`), inspect)]));
 const player = new Player(showRound, tick, finished);
-let offer = { methods: {}, plain_tok_s: 0, lossless: true };
+let offer = { methods: {}, plain_tok_s: 0, lossless: true, same_text: false };
 let running = null; // AbortController of the running race
 let wanted = null; // settings of the race that is shown
 let result = null; // its final event
@@ -83,16 +83,14 @@ function fillForm() {
   chooseRate();
 }
 
-/** Choose a replay speed that is slow enough to watch, even for fast models. */
+/** Choose the replay speed at which plain decoding takes about `WATCHABLE` seconds, but not faster than real time. */
 function chooseRate() {
   const seconds = Number(byId("length").value) / (offer.plain_tok_s || 20);
+  const distance = (rate) => Math.abs(Math.log(seconds / rate / WATCHABLE));
   const rates = Object.keys(RATES).map(Number);
-  const fitting = rates.reduce((best, rate) => (distance(rate, seconds) < distance(best, seconds) ? rate : best), 1);
-  byId("rate").value = fitting;
+  byId("rate").value = rates.reduce((best, rate) => (distance(rate) < distance(best) ? rate : best));
   useRate();
 }
-
-const distance = (rate, seconds) => Math.abs(Math.log(seconds / rate / WATCHABLE)) + (rate === 1 && seconds > WATCHABLE ? -9 : 0);
 
 function useRate() {
   const rate = Number(byId("rate").value);
@@ -151,8 +149,8 @@ function reset() {
   redraw();
   useRate();
   const title = wanted.k === "auto" ? "K chosen each round" : `K = ${wanted.k}`;
-  const worn = wanted.accuracy < 1 ? `, ${Math.round(100 * wanted.accuracy)}% accuracy` : "";
-  byId("speculative-title").textContent = `Speculative: ${wanted.method}, ${title}${worn}`;
+  const accuracy = wanted.accuracy < 1 ? `, ${Math.round(100 * wanted.accuracy)}% accuracy` : "";
+  byId("speculative-title").textContent = `Speculative: ${wanted.method}, ${title}${accuracy}`;
 }
 
 function redraw() {
@@ -191,15 +189,26 @@ const times = (value) => (value ? `${value.toFixed(2)}×` : "–");
 
 /** For numbers only: text of visitors must not be passed here. */
 function equation({ alpha, mean_k: k, cost_ratio: c, expected }) {
-  const [a, n, cost] = [alpha.toFixed(2), Number(k.toFixed(1)), c.toFixed(2)];
-  return (
-    `<math display="block"><mfrac><mrow><mn>1</mn><mo>−</mo><msup><mi>α</mi><mrow><mi>K</mi><mo>+</mo><mn>1</mn></mrow></msup></mrow>` +
-    `<mrow><mo>(</mo><mn>1</mn><mo>−</mo><mi>α</mi><mo>)</mo><mo>(</mo><mi>K</mi><mi>c</mi><mo>+</mo><mn>1</mn><mo>)</mo></mrow></mfrac>` +
-    `<mo>=</mo><mfrac><mrow><mn>1</mn><mo>−</mo><msup><mn>${a}</mn><mn>${Number((n + 1).toFixed(1))}</mn></msup></mrow>` +
-    `<mrow><mn>${(1 - alpha).toFixed(2)}</mn><mo>·</mo><mo>(</mo><mn>${n}</mn><mo>·</mo><mn>${cost}</mn><mo>+</mo><mn>1</mn><mo>)</mo></mrow></mfrac>` +
-    `<mo>=</mo><mn>${expected.toFixed(2)}</mn></math>`
-  );
+  const [a, n, most] = [alpha.toFixed(2), Number(k.toFixed(1)), Number((k + 1).toFixed(1))];
+  const names = `<mi>K</mi><mi>c</mi><mo>+</mo><mn>1</mn>`;
+  const costs = `<mn>${n}</mn><mo>·</mo><mn>${c.toFixed(2)}</mn><mo>+</mo><mn>1</mn>`;
+  const sides =
+    a === "1.00" // the general formula would show 0 / 0
+      ? [fraction("<mi>K</mi><mo>+</mo><mn>1</mn>", names), fraction(`<mn>${most}</mn>`, costs)]
+      : [
+          fraction(
+            `<mn>1</mn><mo>−</mo><msup><mi>α</mi><mrow><mi>K</mi><mo>+</mo><mn>1</mn></mrow></msup>`,
+            `<mo>(</mo><mn>1</mn><mo>−</mo><mi>α</mi><mo>)</mo><mo>(</mo>${names}<mo>)</mo>`,
+          ),
+          fraction(
+            `<mn>1</mn><mo>−</mo><msup><mn>${a}</mn><mn>${most}</mn></msup>`,
+            `<mn>${(1 - alpha).toFixed(2)}</mn><mo>·</mo><mo>(</mo>${costs}<mo>)</mo>`,
+          ),
+        ];
+  return `<math display="block">${sides.join("<mo>=</mo>")}<mo>=</mo><mn>${expected.toFixed(2)}</mn></math>`;
 }
+
+const fraction = (top, bottom) => `<mfrac><mrow>${top}</mrow><mrow>${bottom}</mrow></mfrac>`;
 
 function tick(time) {
   for (const lane of LANES) {
@@ -228,20 +237,20 @@ function judgement() {
   if (wanted.temperature === 0 && offer.lossless) {
     small.textContent = same
       ? "The same text, token for token."
-      : `The texts part at token ${result.first_difference + 1}: two logits almost equal, most likely; outrider audit tells.`;
+      : `The texts differ from token ${result.first_difference + 1} on, most likely because two logits are almost equal; check with outrider audit.`;
   } else if (!offer.lossless) {
     small.textContent = "This verifier is lossy: the text does not follow the target’s distribution.";
   } else {
-    small.textContent = same ? "The same text, by the same draws." : "Two draws from the same distribution.";
+    small.textContent = same ? "Both samples are equal." : "Two samples from the same distribution.";
   }
-  if (result.faults) small.textContent += " The proposer failed on the way; plain decoding went on.";
-  if (Object.values(result.reasons).includes("time")) small.textContent += " Time was up before the end.";
+  if (result.faults) small.textContent += " The drafting method failed in some rounds, which continued without drafts.";
+  if (Object.values(result.reasons).includes("time")) small.textContent += " The race reached its time limit.";
   return [parts.join(" "), " ", small];
 }
 
 function inspect(lane, at) {
   for (const other of LANES) if (lanes[other] !== lane) lanes[other].unselect();
-  inspector.show(lane.tokens[at].token, wanted.temperature);
+  inspector.show(lane.tokens[at].token, wanted.temperature, offer.same_text);
 }
 
 function setBusy(isBusy) {
