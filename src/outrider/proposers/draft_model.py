@@ -29,7 +29,7 @@ from outrider.runner.loading import context_length, load_config, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
 from outrider.runner.quantized import packed_bytes, round_weights
 from outrider.runner.self_draft import SelfDraft
-from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
+from outrider.runner.tokenizers import check_same_files, check_same_vocabulary, has_tokenizer, load_tokenizer
 from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict
 
 logger = logging.getLogger(__name__)
@@ -199,13 +199,14 @@ class DraftModelMethod(MethodSpec):
         if setting.tokenizer is not None and tokenizer is not None:
             difference = check_same_vocabulary(setting.tokenizer, tokenizer)
             if difference is not None:
-                logger.info("draft and target: %s; next to them fewer drafts are accepted", difference)
+                logger.info("draft and target: %s; fewer drafts are accepted next to these tokens", difference)
         draft = load_draft(setting, options)
         own = draft.vocab_size
         if isinstance(draft, ParallelDraft) and draft.mask_token == own - 1 == setting.target.vocab_size:
             own -= 1  # the mask token was added to the target's vocabulary
-        if tokenizer is None and own != setting.target.vocab_size:
-            raise OutriderError(f"vocabulary sizes differ: {setting.target.vocab_size} in the target, {own} in the draft")
+        if (setting.tokenizer is None or tokenizer is None) and own != setting.target.vocab_size:
+            sizes = f"{setting.target.vocab_size} in the target, {own} in the draft"
+            raise OutriderError(f"vocabulary sizes differ: {sizes}; if one is padded, pass tokenizer= and draft_tokenizer=")
         return DraftModelProposer(draft, setting.target.vocab_size)
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
@@ -307,19 +308,22 @@ def drafts_at_once(config: PreTrainedConfig, options: DraftOptions, draft: objec
 
 
 def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
-    """Return the draft's tokenizer: the given one, or that in its folder or repository, if any.
+    """Return the draft's tokenizer: the given one, or that in its folder or repository; None if there are no such files.
 
-    Raises ``OutriderError`` for an invalid draft.
+    Raises ``OutriderError`` for an invalid draft, and for a tokenizer that cannot be loaded.
     """
     draft = setting.draft
     if not isinstance(draft, (str, Path, PreTrainedModel)):
         raise OutriderError(f"invalid draft {shown(draft)}: expected a folder, a hub id or a loaded model")
     if setting.draft_tokenizer is not None:
         return setting.draft_tokenizer
+    source = str(getattr(draft, "name_or_path", draft))
     try:
-        return gguf.load_tokenizer(str(getattr(draft, "name_or_path", draft)), setting.target.config.trust_remote_code)
-    except Exception:  # loading the model reports the reason
-        return None
+        return load_tokenizer(source, setting.target.config.trust_remote_code)
+    except OutriderError:
+        if has_tokenizer(source):
+            raise
+        return None  # loading the model reports what else is wrong with its folder
 
 
 def _config_of(draft: object, trust_remote_code: bool = False) -> PreTrainedConfig:
