@@ -39,7 +39,8 @@ class _Part:
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
-        self.rows: set[int] = set()  # rows of the batch for which it was called in this round
+        self.rows: dict[int, int] = {}  # row of the batch for which it was called in this round -> row of its proposal
+        self._proposal = Proposal.empty(0)
         self._unseen: dict[str, dict[int, list[Tensor]]] = {}  # request -> layer -> hidden states since the last call
 
     def store_hidden(self, context: Context) -> None:
@@ -58,9 +59,20 @@ class _Part:
         for layer in self.proposer.needs_hidden:
             hidden[layer] = [joined(self._unseen.get(request_id, {}).get(layer, ())) for request_id in view.request_ids]
         self.forget_hidden(view.request_ids)
-        proposal = self.proposer.propose(replace(view, hidden=hidden), min(k, self.proposer.max_drafts))
-        self.rows = set(rows)
-        return proposal
+        self._proposal = self.proposer.propose(replace(view, hidden=hidden), min(k, self.proposer.max_drafts))
+        self.rows = {row: i for i, row in enumerate(rows)}
+        return self._proposal
+
+    def num_emitted(self, row: int, tokens: Sequence[int]) -> int:
+        """Return how many of its drafts for a row of the batch begin these emitted tokens; 0 unless they are a chain of point
+        masses.
+        """
+        drafted, i = self._proposal, self.rows[row]
+        if drafted.parents is not None or drafted.probs is not None:
+            return 0
+        own = drafted.token_ids[i, : drafted.lens[i]].tolist()
+        pairs = enumerate(zip(own, tokens, strict=False))
+        return next((at for at, (draft, token) in pairs if draft != token), min(len(own), len(tokens)))
 
     def forget_hidden(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -102,7 +114,7 @@ class CombinedProposer(Proposer):
         self._rows = {request_id: b for b, request_id in enumerate(context.request_ids)}
         for part in self._parts:
             part.store_hidden(context)
-            part.rows = set()
+            part.rows = {}
         batch, enough = len(context.requests), min(self._config.min_first, self._first.proposer.max_drafts)
         is_sampled = self._first.proposer.samples_drafts and not context.sampler.is_deterministic
         early = Proposal.empty(batch) if is_sampled else self._ask_first(context, k)
@@ -179,16 +191,17 @@ class CombinedProposer(Proposer):
         return proposal
 
     def _verdict_for(self, part: _Part, index: list[int], rows: list[int], verdict: Verdict) -> Verdict:
-        """Return the verdict for one part: unused drafts count as rejected.
+        """Return the verdict for one part: of its unused drafts, those that equal the emitted tokens count as accepted.
 
         ``index``: positions of the part's requests in the verdict; ``rows``: their rows in the batch.
         """
         own = verdict.take(index)
         for i, row in enumerate(rows):
             if self._owners[row] is not part:
-                if own.paths[i]:
-                    own.next_tokens[i] = int(self._proposal.token_ids[row, own.paths[i][0]])
-                own.paths[i] = []
+                drafts = self._proposal.token_ids[row].tolist()
+                emitted = [*(drafts[node] for node in own.paths[i]), own.next_tokens[i]]
+                count = part.num_emitted(row, emitted[:-1])
+                own.paths[i], own.next_tokens[i] = list(range(count)), emitted[count]
         return own
 
 

@@ -100,6 +100,8 @@ class DraftModelProposer(Proposer):
         partial = self.draft.rollout(context.request_ids, list(sequences.values()), k, next_token)
         made = torch.tensor(lens if chains is None else chains.lens)
         drafts = drafts[:, : int(made.max())]
+        if chains is not None and sampler.is_deterministic:
+            stops.store_point_masses(context.request_ids, drafts.tolist())
         proposal = Proposal(drafts, made, torch.cat(probs, 1) if probs else None, partial_pass=partial)
         return proposal.scatter(rows, batch)
 
