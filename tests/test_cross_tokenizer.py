@@ -121,6 +121,21 @@ def test_special_tokens_become_those_of_the_same_role():
     assert text == [*draft.encode("def"), other, *draft.encode("the")]
 
 
+def test_end_of_text_tokens_are_paired_by_name_before_they_are_paired_by_role():
+    target, draft = make_tokenizer(300), make_tokenizer(280)
+    for each in (target, draft):
+        each.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    target.eos_token = "<|im_end|>"
+    ends = [each.convert_tokens_to_ids("<|im_end|>") for each in (target, draft)]
+    pair = TokenizerPair(target, draft)
+    assert pair.specials == {0: 0, ends[0]: ends[1]} and pair.specials_back == {0: 0, ends[1]: ends[0]}
+    draft.add_special_tokens({"eos_token": "<|stop|>"})  # the target has no token of this name
+    pair = TokenizerPair(target, draft)
+    assert pair.specials == {0: 0, ends[0]: ends[1]}
+    assert pair.specials_back == {0: 0, ends[1]: ends[0], draft.eos_token_id: ends[0]}
+    assert (ends[1], ends[0]) in pair.common and (draft.eos_token_id, ends[0]) not in pair.common
+
+
 def test_the_drafts_own_bos_token_is_added_once():
     target, draft = make_tokenizer(300), make_tokenizer(280)
     draft.add_special_tokens({"bos_token": "<s>"})

@@ -192,14 +192,16 @@ class TokenizerPair:
         self.target, self.draft = Spelling(target), Spelling(draft)
         named = {name: token for token, name in self.draft.special.items()}
         self.specials = {token: named[name] for token, name in self.target.special.items() if name in named}
-        if target.eos_token_id is not None and draft.eos_token_id is not None:
-            self.specials[target.eos_token_id] = draft.eos_token_id
         self.specials_back = {of_draft: of_target for of_target, of_draft in self.specials.items()}
+        if target.eos_token_id is not None and draft.eos_token_id is not None:  # unless tokens of the same name exist
+            self.specials.setdefault(target.eos_token_id, draft.eos_token_id)
+            self.specials_back.setdefault(draft.eos_token_id, target.eos_token_id)
         begin = draft.bos_token_id
         self.start = [begin] if begin is not None and draft.encode("a")[:1] == [begin] else []
         shared = self.draft.ids.keys() & self.target.ids.keys()
         self.common = sorted((self.draft.ids[data], self.target.ids[data]) for data in shared)
-        self.common += self.specials_back.items()
+        pairs = self.specials.items()
+        self.common += [(of_draft, of_target) for of_target, of_draft in pairs if self.specials_back[of_draft] == of_target]
 
 
 class Translation:
