@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 class Grid:
     """The grid: methods x draft lengths x batches x temperatures, over the same prompts."""
 
-    methods: tuple[str, ...]
+    methods: Mapping[str, int]  # method -> its maximum number of drafts
     lengths: tuple[int, ...]
     batches: tuple[int, ...]
     temperatures: tuple[float, ...]
@@ -37,9 +37,10 @@ class Grid:
     params: SamplingParams
 
     def cells(self) -> list[dict[str, Any]]:
-        """Return all comparisons: plain decoding at the further batch sizes, then the methods."""
+        """Return all comparisons: plain decoding at the further batch sizes, then the methods up to their maximum."""
         plain = [(PLAIN, 0, batch) for batch in self.batches if batch != self.batches[0]]
-        drafted = [(method, k, batch) for method in self.methods for k in self.lengths for batch in self.batches]
+        lengths = {method: dict.fromkeys(min(k, most) for k in self.lengths) for method, most in self.methods.items()}
+        drafted = [(method, k, batch) for method, distinct in lengths.items() for k in distinct for batch in self.batches]
         return [
             {"method": method, "k": k, "batch": batch, "temperature": temperature}
             for method, k, batch in [*plain, *drafted]
@@ -112,5 +113,4 @@ class SameText:
         return round(median(ratios), 4)
 
     def _way(self, name: str, k: int, coupled: bool) -> Way:
-        proposer = self._proposers[name]
-        return Way(proposer, self._verifier, min(k, proposer.max_drafts), coupled)
+        return Way(self._proposers[name], self._verifier, k, coupled)

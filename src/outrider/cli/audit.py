@@ -186,7 +186,8 @@ class Run:
         from outrider.files import write_whole
 
         temperatures = tuple(sorted({0.0, self.params.temperature}))
-        grid = Grid(tuple(self.proposers), self.lengths, self.batches, temperatures, self.prompts, self.params)
+        methods = {name: proposer.max_drafts for name, proposer in self.proposers.items()}
+        grid = Grid(methods, self.lengths, self.batches, temperatures, self.prompts, self.params)
         plan = {
             "methods": list(grid.methods), "k": list(grid.lengths), "batches": list(grid.batches),
             "temperatures": list(grid.temperatures), "prompts": len(self.prompts), "max_tokens": self.params.max_tokens,
