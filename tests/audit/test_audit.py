@@ -16,7 +16,7 @@ from outrider.audit.certificate import Certificate, document
 from outrider.audit.greedy import Difference, GreedyResult
 from outrider.audit.rig import Rig, Way
 from outrider.audit.sampling import AS_IS, STRESSED, Caught, Outcome, Question, SamplePlan, audit_samples, judge, make_plan
-from outrider.audit.watching import Stressed
+from outrider.audit.watching import Gauge, Stressed
 from outrider.proposers.base import ScriptedProposer
 from outrider.proposers.plain import PlainProposer
 from outrider.types import OutriderError, Proposal, SamplingParams
@@ -142,6 +142,20 @@ def test_audits_with_too_many_samples_are_refused(rig: Rig, drafts: TableDraft) 
         make_plan(rig, way, question, quiet)
     needed = int(re.search(r"needs ([\d,]+)", str(error.value))[1].replace(",", ""))  # type: ignore[index]
     assert needed <= make_plan(rig, way, replace(question, max_samples=needed), quiet).total
+
+
+def test_controls_are_planned_at_the_level_at_which_they_are_caught(
+    rig: Rig, drafts: TableDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels, samples_for = [], Gauge.samples_for
+
+    def noted(self: Gauge, name: str, level: float, *args: float) -> float:
+        levels.append(level)
+        return samples_for(self, name, level, *args)
+
+    monkeypatch.setattr(Gauge, "samples_for", noted)
+    make_plan(rig, Way(drafts, RejectionVerifier(), 2), QUESTION, quiet)
+    assert set(levels) == {QUESTION.strictest / 2 / 3}  # half for the ends of three stages
 
 
 def test_a_failing_proposer_makes_it_void(rig: Rig, plan: SamplePlan) -> None:

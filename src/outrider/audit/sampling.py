@@ -25,6 +25,7 @@ IN_WORDS = {AS_IS: "with the method's own drafts", STRESSED: "with half of the d
 MAX_PLANNED = 10**9  # larger numbers of samples are not computed
 PILOT_SAMPLES = 48  # samples per prompt for planning
 MIN_TOKENS = 30  # minimum tokens of an origin
+CONTROL_STAGES = 3  # numbers of samples after which a control may be caught: as planned, then all of each part
 Say = Callable[[str, int, float], None]  # description, samples since the last call, total samples (0: unknown)
 
 
@@ -51,6 +52,11 @@ class Question:
     def strictest(self) -> float:
         """Return the level of Holm's first step, the strictest: each part has two tests per position and one of all rounds."""
         return self.alpha / (2 * (2 * self.length + 1))
+
+    @property
+    def stage_level(self) -> float:
+        """Return the level of a control's tests at the end of a stage. The looks between the prompts of a stage share as much."""
+        return self.strictest / 2 / CONTROL_STAGES
 
     @property
     def threshold(self) -> float:
@@ -177,7 +183,7 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> SamplePlan:
     reach = {}
     for control in CONTROLS:
         both = [
-            Reach(part, gauge.samples_for(control.name, question.strictest, question.power, per_sample[part]))
+            Reach(part, gauge.samples_for(control.name, question.stage_level, question.power, per_sample[part]))
             for part, gauge in gauges.items()
         ]
         reach[control.name] = min(
@@ -232,7 +238,7 @@ def judge(rig: Rig, way: Way, question: Question, plan: SamplePlan, say: Say) ->
 def catch(rig: Rig, way: Way, question: Question, plan: SamplePlan, control: Control, number: int, say: Say) -> Caught:
     """Run a control, prompt by prompt, until a test rejects it.
 
-    First with the expected number of samples, then with all of the plan. Each look at the samples may reject it, so the looks
+    First with the planned number of samples, then with all of the plan. Each look at the samples may reject it, so the looks
     share the strictest level: the ends of stages have half of it, the prompts between the rest.
     """
     reach = plan.reach[control.name]
@@ -249,8 +255,8 @@ def catch(rig: Rig, way: Way, question: Question, plan: SamplePlan, control: Con
         if outcome.impossible and question.rounding == 0:  # otherwise also a correct verifier emits tokens at a border
             found.append((0.0, "a token of probability 0"))
         least, best = min(found, default=(1.0, ""))
-        looks = len(stages) * (1 if look % num_prompts == 0 else num_prompts - 1)
-        is_caught = least <= question.strictest / 2 / looks
+        level = question.stage_level if look % num_prompts == 0 else question.stage_level / (num_prompts - 1)
+        is_caught = least <= level
         if is_caught:
             break
     return Caught(control, samples, least, best if is_caught else "")
