@@ -152,6 +152,22 @@ def test_a_head_output_that_is_nan_pauses_only_its_request(home, monkeypatch):
     assert calls[1] == ["r0", "r1"] and all(ids == ["r1"] for ids in calls[2:]) and len(calls) > 3
 
 
+def test_a_level_whose_logits_are_nan_stops_nobodys_drafts(home, monkeypatch):
+    options = {"compile": "never", "device": "cpu", "num_draft_tokens": 3, "max_batch": 2}
+    llm = LLM(home / "target", method=f"eagle:draft={home / 'eagle3'}", **options)
+    level = llm.engine.proposer.head.level
+
+    def broken(*args):
+        step = Step(*(each.clone() for each in level(*args)))
+        step.logits[0] = math.nan
+        return step
+
+    monkeypatch.setattr(llm.engine.proposer.head, "level", broken)
+    found = llm.generate([[5, 6, 7], [9, 8, 7, 6]], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert [each.outputs[0].stats.faults for each in found] == [0, 0]
+    assert all(each.outputs[0].stats.num_drafts > 0 for each in found)
+
+
 @pytest.mark.parametrize(
     "options", [{"acceptance": (0.5, True)}, {"acceptance": (math.nan,)}, {"acceptance": (1.5,)}, {"acceptance": ()}]
 )

@@ -251,8 +251,8 @@ class _Candidates:
         self._confidences: list[Floats] = []  # per level, [A, W * top_k]
 
     def chances(self, confidences: Tensor) -> Tensor:
-        """Return float64 [A, W, top_k]: the probability that each node is accepted after its parent."""
-        found = confidences.double().cpu().numpy()
+        """Return float64 [A, W, top_k]: the probability that each node is accepted after its parent; 0 for NaN confidences."""
+        found = np.nan_to_num(confidences.double().cpu().numpy())
         self._confidences.append(found.reshape(len(found), -1))
         return torch.from_numpy(self._calibration.chances(found)).to(confidences.device)
 
