@@ -176,7 +176,9 @@ class Evidence:
         return Test("G", place + 1, statistic, freedom, chi_square_tail(statistic, freedom), tokens, effect)
 
     def _calibration(self, place: int) -> Test | None:
-        """Return observed minus expected tokens per cell, a sum of independent variables under the target."""
+        """Return the chi-square test of observed minus expected tokens per cell, which are sums of independent variables under the
+        target; None with too few tokens.
+        """
         groups: list[list[int]] = [[]]  # cells merged with neighbours until enough tokens are expected
         for cell in range(NUM_CELLS):
             if self._due[place, groups[-1]].sum() >= MIN_EXPECTED:
