@@ -154,7 +154,7 @@ def test_a_head_output_that_is_nan_pauses_only_its_request(home, monkeypatch):
 
 def test_a_level_whose_logits_are_nan_stops_nobodys_drafts(home, monkeypatch):
     options = {"compile": "never", "device": "cpu", "num_draft_tokens": 3, "max_batch": 2}
-    llm = LLM(home / "target", method=f"eagle:draft={home / 'eagle3'}", **options)
+    llm = LLM(home / "target", method=f"eagle:draft={home / 'eagle3'}:max_nodes=12", **options)
     level = llm.engine.proposer.head.level
 
     def broken(*args):
