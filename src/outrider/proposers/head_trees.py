@@ -19,21 +19,11 @@ from torch import Tensor
 from outrider.heads.feature_head import RolloutHead
 from outrider.heads.head_runner import RolloutRunner, Step
 from outrider.options import option, whole
-from outrider.proposers.base import Proposer
-from outrider.proposers.tree_chances import (
-    RATES,
-    Calibration,
-    Drafted,
-    DrawnTree,
-    Floats,
-    GrownTree,
-    SiblingRates,
-    learn_from,
-)
-from outrider.proposers.tree_sizes import TreeCosts, TreeSizeConfig, TreeSizes
+from outrider.proposers.tree_chances import RATES, Calibration, Drafted, DrawnTree, Floats, GrownTree, SiblingRates
+from outrider.proposers.tree_sizes import TreeCosts, TreeProposer, TreeSizeConfig
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
-from outrider.types import Context, Proposal, Request, RequestFault, Verdict, scatter_rows
+from outrider.types import Context, Proposal, Request, RequestFault, scatter_rows
 
 
 @dataclass(frozen=True)
@@ -49,11 +39,8 @@ class TreeConfig(TreeSizeConfig):
     )
 
 
-class HeadProposer(Proposer):
+class HeadProposer(TreeProposer):
     """Drafts with a head over the target's hidden states, which has its own KV cache."""
-
-    drafts_trees = True
-    samples_drafts = True
 
     def __init__(
         self,
@@ -67,18 +54,13 @@ class HeadProposer(Proposer):
         head.check_fit(target)
         if not target.supports_trees:  # the engine would reduce each tree to its first path
             config = replace(config, top_k=1, acceptance=config.acceptance[:1])
-        self.needs_hidden = hidden_states or head.hidden_states
         self.head = runner(head, target, config.bits)
+        super().__init__(target, config.max_nodes, hidden_states or head.hidden_states)
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size
-        self._sizes = TreeSizes(target, config.max_nodes, self.needs_hidden)
         self._rates = SiblingRates([config.acceptance] * config.max_depth)
         self._calibrations = {is_greedy: Calibration() for is_greedy in (True, False)}
-        self._drafted: dict[str, Drafted] = {}  # trees of this round, until the verdict
         self._sources: dict[str, str] = {}  # sample that the head has not read yet -> request with the same prompt
-
-    def num_nodes(self, k: int) -> int:
-        return self._sizes.expected(k)
 
     def propose(self, context: Context, k: int) -> Proposal:
         started = perf_counter()
@@ -159,10 +141,6 @@ class HeadProposer(Proposer):
             tokens.append(text)
             features.append([each[len(each) - len(text) :] for each in new])
         return self.head.extend([request.request_id for request in requests], tokens, features)
-
-    def commit(self, context: Context, verdict: Verdict) -> None:
-        """Update the acceptance estimates from the verdict."""
-        learn_from(self._drafted, context, verdict)
 
     def warmup(self, k: int, batch: int) -> None:
         self.head.prepare()

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from outrider.options import number, several
 from outrider.proposers.trees import TreeShape
-from outrider.types import Context, Verdict
 
 Floats = NDArray[np.float64]
 
@@ -169,10 +168,3 @@ class DrawnTree:
             taken.append(None if node is None else siblings.index(node))
             at = -1 if node is None else node
         self.rates.learn(ranks, taken)
-
-
-def learn_from(drafted: dict[str, Drafted], context: Context, verdict: Verdict) -> None:
-    """Update estimates from the verdict and remove its requests from ``drafted``, for a proposer's ``commit``."""
-    for request_id, path, token in zip(context.request_ids, verdict.paths, verdict.next_tokens, strict=True):
-        if request_id in drafted:
-            drafted.pop(request_id).learn(path, token)

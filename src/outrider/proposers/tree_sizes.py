@@ -13,11 +13,13 @@ from itertools import accumulate
 from time import perf_counter
 
 from outrider.options import option, whole
+from outrider.proposers.base import Proposer
 from outrider.proposers.head_method import HeadConfig
+from outrider.proposers.tree_chances import Drafted
 from outrider.proposers.trees import TreeShape, grown, shape_of
 from outrider.runner import ModelRunner
 from outrider.runner.cost_book import CACHE_BUCKET
-from outrider.types import Context
+from outrider.types import Context, Verdict
 
 DECAY = 0.9  # weight of earlier rounds in moving averages
 REFRESH = 16  # rounds after which costs are read again from the cost book
@@ -119,3 +121,25 @@ class TreeSizes:
         if (k, size) not in self._shapes:
             self._shapes[k, size] = shape_of(paths[:size])
         return self._shapes[k, size]
+
+
+class TreeProposer(Proposer):
+    """Base class of proposers that draft trees of ``TreeSizes`` and learn from their acceptance."""
+
+    drafts_trees = True
+    samples_drafts = True
+
+    def __init__(self, target: ModelRunner, max_nodes: int | None, needs_hidden: tuple[int, ...]) -> None:
+        """``max_nodes``: see ``TreeSizeConfig``."""
+        self.needs_hidden = needs_hidden
+        self._sizes = TreeSizes(target, max_nodes, needs_hidden)
+        self._drafted: dict[str, Drafted] = {}  # request -> its tree of this round, until the verdict
+
+    def num_nodes(self, k: int) -> int:
+        return self._sizes.expected(k)
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        """Update the acceptance estimates from the verdict."""
+        for request_id, path, token in zip(context.request_ids, verdict.paths, verdict.next_tokens, strict=True):
+            if request_id in self._drafted:
+                self._drafted.pop(request_id).learn(path, token)
