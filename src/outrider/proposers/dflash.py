@@ -18,7 +18,7 @@ from outrider.heads import block_formats, findings
 from outrider.heads.block import BlockHead
 from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import BLOCK
-from outrider.heads.head_runner import CHUNK
+from outrider.heads.head_runner import CHUNK, newest
 from outrider.proposers.base import Proposer, pick
 from outrider.proposers.head_method import HeadConfig, HeadMethod, Loaded
 from outrider.proposers.portable import BlockDrafter
@@ -49,24 +49,20 @@ class BlockProposer(Proposer):
         k = min(k, self.max_drafts)
         limits = {b: min(k, context.limits[b]) for b in known}
         able = [b for b in known if limits[b] > 0]
-        states = [list(each) for each in hidden]
+        features = {}
         for b in known:
             num_new = len(requests[b].token_ids) - 1 - self.head.cache.cached_len(requests[b].request_id)
-            if len(hidden[0][b]) < num_new:
-                raise RuntimeError("the features do not continue where the last ones ended")
-            for each in states:  # the cache has some of them where a prompt was cached
-                each[b] = each[b][len(each[b]) - num_new :]
+            features[b] = newest([each[b] for each in hidden], num_new)
         # Few new features share the block's pass. Those of a prompt are read before, and so is what no block follows.
-        before = [b for b in known if b not in able or len(states[0][b]) > CHUNK]
+        before = [b for b in known if b not in able or len(features[b][0]) > CHUNK]
         if before:
-            self.head.extend([requests[b].request_id for b in before], [[each[b] for each in states] for b in before])
+            self.head.extend([requests[b].request_id for b in before], [features[b] for b in before])
         if not able:
             return Proposal.empty(len(requests))
-        none = states[0][able[0]][:0]
-        features = [[none if b in before else each[b] for each in states] for b in able]
+        none = [each[:0] for each in features[able[0]]]
         counts = [limits[b] for b in able]
-        ids = [requests[b].request_id for b in able]
-        out = self.head.draft(ids, features, [requests[b].token_ids[-1] for b in able], counts)
+        ids, last = [requests[b].request_id for b in able], [requests[b].token_ids[-1] for b in able]
+        out = self.head.draft(ids, [none if b in before else features[b] for b in able], last, counts)
         drafts, probs = self._picked(context, able, out)  # the sampler names requests whose logits are NaN or infinite
         lens = torch.zeros(len(requests), dtype=torch.long)
         lens[able] = torch.tensor(counts)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads.feature_head import RolloutHead
-from outrider.heads.head_runner import RolloutRunner, Step
+from outrider.heads.head_runner import RolloutRunner, Step, newest
 from outrider.options import option, whole
 from outrider.proposers.tree_chances import RATES, Calibration, Drafted, DrawnTree, Floats, GrownTree, SiblingRates
 from outrider.proposers.tree_sizes import TreeCosts, TreeProposer, TreeSizeConfig
@@ -135,11 +135,8 @@ class HeadProposer(TreeProposer):
         tokens, features = [], []
         for b, request in zip(rows, requests, strict=True):
             text = request.token_ids[self.head.cache.cached_len(request.request_id) + 1 :]
-            new = [context.hidden[index][b] for index in self.needs_hidden]
-            if len(new[0]) < len(text):  # more where entries of the prompt were copied
-                raise RuntimeError("the features do not continue where the last ones ended")
             tokens.append(text)
-            features.append([each[len(each) - len(text) :] for each in new])
+            features.append(newest([context.hidden[index][b] for index in self.needs_hidden], len(text)))
         return self.head.extend([request.request_id for request in requests], tokens, features)
 
     def warmup(self, k: int, batch: int) -> None:
