@@ -40,7 +40,7 @@ VERIFIER = text(f"one of {', '.join(VERIFIERS)}")
 # Attributes that the engine reads from a proposer. The base class provides all except ``propose``.
 PROPOSER_ATTRIBUTES = (
     *("name", "needs_hidden", "drafts_trees", "max_drafts", "auto_drafts", "drafts_ahead", "is_model_free", "memory"),
-    *("propose", "prefill", "fork", "commit", "release", "retire", "warmup", "num_nodes"),
+    *("propose", "prefill", "fork", "commit", "release", "retire", "prepare", "num_nodes"),
 )
 is_tokenizer = has("encode", "decode", "convert_ids_to_tokens")  # the methods in use, which tokenizers.Tokenizer lacks
 A_MODEL = "a folder, a hub id or a loaded transformers model"

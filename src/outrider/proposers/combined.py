@@ -161,9 +161,9 @@ class CombinedProposer(Proposer):
     def num_nodes(self, k: int) -> int:
         return max([part.proposer.num_nodes(min(k, part.proposer.max_drafts)) for part in self._parts])
 
-    def warmup(self, k: int, batch: int) -> None:
+    def prepare(self) -> None:
         for part in self._parts:
-            part.proposer.warmup(k, batch)
+            part.proposer.prepare()
 
     def release(self, request_ids: Sequence[str]) -> None:
         for part in self._parts:

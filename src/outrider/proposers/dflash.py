@@ -84,7 +84,7 @@ class BlockProposer(Proposer):
             previous = drafts[:, step] if len(able) == batch else drafts[able, step]
         return drafts, torch.cat(probs, 1) if probs else None
 
-    def warmup(self, k: int, batch: int) -> None:
+    def prepare(self) -> None:
         self.head.prepare()
 
     def start(self, request: Request) -> int:

@@ -158,7 +158,7 @@ class DraftModelProposer(Proposer):
         for stops in self._stops.values():
             stops.learn(context, verdict)
 
-    def warmup(self, k: int, batch: int) -> None:
+    def prepare(self) -> None:
         self.draft.prepare()
 
     def release(self, request_ids: Sequence[str]) -> None:

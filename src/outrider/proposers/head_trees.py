@@ -139,7 +139,7 @@ class HeadProposer(TreeProposer):
             features.append(newest([context.hidden[index][b] for index in self.needs_hidden], len(text)))
         return self.head.extend([request.request_id for request in requests], tokens, features)
 
-    def warmup(self, k: int, batch: int) -> None:
+    def prepare(self) -> None:
         self.head.prepare()
 
     def retire(self, request_ids: Sequence[str]) -> None:
