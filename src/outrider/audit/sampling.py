@@ -21,7 +21,6 @@ from outrider.types import OutriderError, SamplingParams
 from outrider.verifiers.rejection import RejectionVerifier
 
 AS_IS, STRESSED = "as it is", "half of the drafts replaced"
-IN_WORDS = {AS_IS: "with the method's own drafts", STRESSED: "with half of the drafts replaced"}
 MAX_PLANNED = 10**9  # larger numbers of samples are not computed
 PILOT_SAMPLES = 48  # samples per prompt for planning
 MIN_TOKENS = 30  # minimum tokens of an origin
@@ -107,6 +106,7 @@ class Outcome:
         """Return the number of sampled tokens with probability zero."""
         return sum(each.impossible for each in self.evidence.values())
 
+    @property
     def num_samples(self) -> int:
         return sum(each.num_samples for each in self.evidence.values())
 
@@ -194,8 +194,9 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> SamplePlan:
     part, needed = max(samples.items(), key=lambda each: each[1])
     if needed > question.max_samples:
         shown = f"more than {MAX_PLANNED:,}" if math.isinf(needed) else f"{math.ceil(needed):,}"
+        drafts = "the method's own drafts" if part == AS_IS else part
         raise OutriderError(
-            f"the audit needs {shown} samples {IN_WORDS[part]}, more than --max-samples {question.max_samples}: raise it, raise"
+            f"the audit needs {shown} samples with {drafts}, more than --max-samples {question.max_samples}: raise it, raise"
             " --tv or lower --power"
         )
     return SamplePlan(
@@ -250,7 +251,7 @@ def catch(rig: Rig, way: Way, question: Question, plan: SamplePlan, control: Con
         rig, wrong, question, stages, 1 + number, lambda part, done: say(f"{control.name}, {part}", done, plan.total)
     )
     for look, outcome in enumerate(outcomes, start=1):
-        samples = outcome.num_samples()
+        samples = outcome.num_samples
         found = [(test.p_value, f"{test.name}, {part}") for part, tests in outcome.tests.items() for test in tests]
         if outcome.impossible and question.rounding == 0:  # otherwise also a correct verifier emits tokens at a border
             found.append((0.0, "a token of probability 0"))

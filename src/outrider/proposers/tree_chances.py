@@ -152,12 +152,10 @@ class DrawnTree:
         """See ``Drafted.learn``."""
         ranks: list[int] = []
         taken: list[int | None] = []
-        at = -1
-        for node in (*path, None):
+        for at, node in zip([-1, *path], [*path, None], strict=True):
             siblings = [child for child in self.shape.children(at) if child < self.count]
             if not siblings:
                 break
             ranks.append(len(siblings))
             taken.append(None if node is None else siblings.index(node))
-            at = -1 if node is None else node
         self.rates.learn(ranks, taken)
