@@ -82,7 +82,7 @@ def test_unused_drafts_of_a_first_method_count_by_the_emitted_tokens(monkeypatch
     drafting.proposer = CombinedProposer(first, second, CombinedConfig(min_first=3))
 
     def learned(prices, k, replaced, accepted, last):
-        """Return what one round counts; ``replaced`` and ``last`` make the second's drafts and the last token from the first's."""
+        """Return what one round counts. ``replaced``, ``last``: make the second drafts and the last token from the first."""
         counted.clear()
         drafting.prices = FREE
         own = first.propose(drafting.context([3]), 3).token_ids[0].tolist()

@@ -15,7 +15,7 @@ from outrider.proposers.head_trees import TreeConfig
 from outrider.proposers.medusa import MedusaConfig
 from outrider.proposers.method import Setting
 from outrider.proposers.tree_chances import ACCURACY_WEIGHT, MAX_COUNT, REFRESH, Calibration, DrawnTree, GrownTree, SiblingRates
-from outrider.proposers.trees import grown, shape_of
+from outrider.proposers.trees import best_tree, shape_of
 
 
 def test_before_any_observation_the_confidence_is_returned():
@@ -88,7 +88,7 @@ def test_a_sampled_tree_learns_from_its_own_nodes():
         def learn(self, ranks, taken):
             seen.append((ranks, taken))
 
-    shape = shape_of(grown([(0.7, 0.5), (0.6, 0.2)], 4)[0])
+    shape = shape_of(best_tree([(0.7, 0.5), (0.6, 0.2)], 4)[0])
     assert shape.parents == (-1, -1, 0, 1)
     tree = DrawnTree(shape, 4, Counting([(0.5,)]))
     for path, counted in (([], ([2], [None])), ([1], ([2, 1], [1, None])), ([0, 2], ([2, 1], [0, 0]))):

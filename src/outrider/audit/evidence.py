@@ -176,8 +176,8 @@ class Evidence:
         return Test("G", place + 1, statistic, freedom, chi_square_tail(statistic, freedom), tokens, effect)
 
     def _calibration(self, place: int) -> Test | None:
-        """Return the chi-square test of observed minus expected tokens per cell, which are sums of independent variables under the
-        target; None with too few tokens.
+        """Return the chi-square test of observed minus expected tokens per cell, which are sums of independent variables under
+        the target; None with too few tokens.
         """
         groups: list[list[int]] = [[]]  # cells merged with neighbours until enough tokens are expected
         for cell in range(NUM_CELLS):

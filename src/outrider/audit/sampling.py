@@ -54,7 +54,7 @@ class Question:
 
     @property
     def stage_level(self) -> float:
-        """Return the level of a control's tests at the end of a stage. The looks between the prompts of a stage share as much."""
+        """Return the level of a control's tests at the end of a stage; the looks before it share as much."""
         return self.strictest / 2 / CONTROL_STAGES
 
     @property

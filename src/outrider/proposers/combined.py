@@ -117,25 +117,25 @@ class CombinedProposer(Proposer):
             part.rows = {}
         batch, enough = len(context.requests), min(self._config.min_first, self._first.proposer.max_drafts)
         is_sampled = self._first.proposer.samples_drafts and not context.sampler.is_deterministic
-        early = Proposal.empty(batch) if is_sampled else self._ask_first(context, k)
-        lens = early.lens.tolist()
+        from_first = Proposal.empty(batch) if is_sampled else self._ask_first(context, k)
+        lens = from_first.lens.tolist()
         rows = [b for b, limit in enumerate(context.limits) if limit > 0 and lens[b] < enough]
-        late = Proposal.empty(0)
+        from_second = Proposal.empty(0)
         if rows:
-            late = self._second.propose(context.take(rows), rows, min(k, self._second.proposer.auto_drafts))
-        taken = {b: i for i, b in enumerate(rows) if late.lens[i] > 0}
-        self._owners = [self._second if b in taken else self._first for b in range(batch)]
-        if len(taken) == batch:
-            self._proposal = late
-            return late
-        if early.parents is None:  # trees are not cut, as their nodes need not be in the order of depth
+            from_second = self._second.propose(context.take(rows), rows, min(k, self._second.proposer.auto_drafts))
+        second_rows = {b: i for i, b in enumerate(rows) if from_second.lens[i] > 0}
+        self._owners = [self._second if b in second_rows else self._first for b in range(batch)]
+        if len(second_rows) == batch:
+            self._proposal = from_second
+            return from_second
+        if from_first.parents is None:  # trees are not cut, as their nodes need not be in the order of depth
             lens = [min(n, k, limit) for n, limit in zip(lens, context.limits, strict=True)]
-        early = early.narrow([0 if b in taken else n for b, n in enumerate(lens)])
-        if not taken:
-            self._proposal = early
-            return early
-        kept = [b for b in range(batch) if b not in taken]
-        parts = [(kept, early.take(kept)), (list(taken), late.take(list(taken.values())))]
+        from_first = from_first.narrow([0 if b in second_rows else n for b, n in enumerate(lens)])
+        if not second_rows:
+            self._proposal = from_first
+            return from_first
+        kept = [b for b in range(batch) if b not in second_rows]
+        parts = [(kept, from_first.take(kept)), (list(second_rows), from_second.take(list(second_rows.values())))]
         self._proposal = merged(parts, batch, context.sampler.vocab_size)
         return self._proposal
 

@@ -234,7 +234,7 @@ class DraftModelMethod(MethodSpec):
         except OutriderError:  # such as offline
             is_parallel = bool(options.parallel)
         else:
-            is_parallel = drafts_at_once(config, options, setting.draft)
+            is_parallel = drafts_in_parallel(config, options, setting.draft)
         kind = ParallelModel if is_parallel else SmallModel
         return kind(str(setting.draft), other_tokenizer=self.other_tokenizer)
 
@@ -244,7 +244,7 @@ class DraftModelMethod(MethodSpec):
         options = setting.config(DraftOptions)
         config = _config_of(setting.draft, setting.target.config.trust_remote_code)
         yield from self.examine_vocabulary(setting, text_config(config))
-        is_parallel = drafts_at_once(config, options, setting.draft)
+        is_parallel = drafts_in_parallel(config, options, setting.draft)
         if is_parallel:
             yield _mask_token(config)
         yield from _compared(text_config(setting.target.model), text_config(config), setting.target.max_len, is_parallel)
@@ -273,10 +273,10 @@ METHOD = DraftModelMethod()
 def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     """Load a draft model with the target's settings, with the bits of the options.
 
-    Raises ``OutriderError`` if loading or ``drafts_at_once`` fails, and for ``bits`` of a draft without the CPU kernels.
+    Raises ``OutriderError`` if loading or ``drafts_in_parallel`` fails, and for ``bits`` of a draft without the CPU kernels.
     """
     target, draft = setting.target.config, setting.draft
-    is_parallel = drafts_at_once(_config_of(draft, target.trust_remote_code), options, draft)
+    is_parallel = drafts_in_parallel(_config_of(draft, target.trust_remote_code), options, draft)
     kind = ParallelDraft if is_parallel else ModelRunner
     runner = kind.load(draft, target.for_draft())  # type: ignore[arg-type]
     before = packed_bytes(runner.model)
@@ -292,7 +292,7 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     return runner
 
 
-def drafts_at_once(config: PreTrainedConfig, options: DraftOptions, draft: object) -> bool:
+def drafts_in_parallel(config: PreTrainedConfig, options: DraftOptions, draft: object) -> bool:
     """Return whether a draft with this config makes all drafts of a round in one pass.
 
     Raises ``OutriderError`` if ``parallel=true`` requests it and the config has no mask token.

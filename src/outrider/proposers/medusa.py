@@ -77,37 +77,37 @@ class MedusaProposer(TreeProposer):
         (states,) = (context.hidden[index] for index in self.needs_hidden)
         k = min(k, self.max_drafts, max(context.limits))
         # A request has no hidden states before the target has prefilled its prompt.
-        able = [b for b, each in enumerate(states) if len(each) and context.limits[b] > 0]
-        if k <= 0 or not able:
+        draftable = [b for b, each in enumerate(states) if len(each) and context.limits[b] > 0]
+        if k <= 0 or not draftable:
             return Proposal.empty(len(states))
         is_drawn = not context.sampler.is_deterministic
         rates = self._rates[is_drawn]
         shape = self._sizes.shape(rates.table[:k], context, is_levelwise=False)
-        last = torch.stack([states[b][-1] for b in able]).to(self.device, self.dtype)  # [A, H]
-        lens = torch.tensor([shape.cut(min(k, limit)) if b in able else 0 for b, limit in enumerate(context.limits)])
+        last = torch.stack([states[b][-1] for b in draftable]).to(self.device, self.dtype)  # [A, H]
+        lens = torch.tensor([shape.cut(min(k, limit)) if b in draftable else 0 for b, limit in enumerate(context.limits)])
         drafted: Sequence[Drafted]
         if is_drawn:
-            logits = self._distributions(last, able, len(states), max(shape.depths))
+            logits = self._distributions(last, draftable, len(states), max(shape.depths))
             proposal = draw_tree(shape, context.sampler, len(states), logits_by_depth(logits, shape))
-            drafted = [DrawnTree(shape, count, rates) for count in lens[able].tolist()]
+            drafted = [DrawnTree(shape, count, rates) for count in lens[draftable].tolist()]
         else:
             found = self.heads.candidates(last, k, 1 + max(shape.ranks))  # [A, heads, ranks]
             token_ids = torch.zeros(len(states), len(shape.parents), dtype=torch.long, device=self.device)
-            token_ids[able] = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
+            token_ids[draftable] = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
             proposal = Proposal(token_ids, lens, None, torch.tensor(shape.parents).repeat(len(states), 1))
             drafted = [_Likeliest(shape, candidates, rates) for candidates in found.tolist()]
         if not self._sizes.is_fixed:  # a fixed tree keeps the output of a seed independent of other requests
-            self._drafted = {context.requests[b].request_id: each for b, each in zip(able, drafted, strict=True)}
+            self._drafted = {context.requests[b].request_id: each for b, each in zip(draftable, drafted, strict=True)}
         self._sizes.learn(len(shape.parents), max(shape.depths), 1, started)
         return replace(proposal, lens=lens)
 
-    def _distributions(self, last: Tensor, able: list[int], batch: int, depth: int) -> Tensor:
+    def _distributions(self, last: Tensor, draftable: list[int], batch: int, depth: int) -> Tensor:
         """Map last hidden states [A, H] to logits [D, B, V] of the first D heads."""
         values = self.heads(last, depth)
         if self._postprocess is not None:
             values = self._postprocess(values)
         logits = self.heads.spread(values, self._vocab_size)  # [D, A, V]
-        return scatter_rows(logits.transpose(0, 1), able, batch).transpose(0, 1)
+        return scatter_rows(logits.transpose(0, 1), draftable, batch).transpose(0, 1)
 
 
 class MedusaMethod(HeadMethod):

@@ -80,7 +80,7 @@ def _place(confidence: float) -> tuple[int, float]:
 class SiblingRates:
     """Acceptance rate by depth and rank, given that the parent was accepted.
 
-    Starts from measured accuracies. ``table``: the rates, from which ``trees.grown`` selects the shape of a tree.
+    Starts from measured accuracies. ``table``: the rates, from which ``trees.best_tree`` selects the shape of a tree.
     """
 
     def __init__(self, measured: Sequence[Sequence[float]]) -> None:
