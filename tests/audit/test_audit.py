@@ -15,7 +15,7 @@ from outrider.audit import wrong
 from outrider.audit.certificate import Certificate, document
 from outrider.audit.greedy import Difference, GreedyResult
 from outrider.audit.runner import AuditRunner, RoundSetup
-from outrider.audit.sampling import AS_IS, STRESSED, Caught, Outcome, AuditSettings, SamplePlan, audit_samples, judge, make_plan
+from outrider.audit.sampling import AS_IS, STRESSED, AuditSettings, Caught, Outcome, SamplePlan, audit_samples, judge, make_plan
 from outrider.audit.watching import PowerEstimate, Stressed
 from outrider.proposers.base import ScriptedProposer
 from outrider.proposers.plain import PlainProposer
@@ -80,7 +80,9 @@ def plan(audited: Certificate) -> SamplePlan:
 
 
 @pytest.mark.parametrize("control", wrong.CONTROLS, ids=lambda control: control.name)
-def test_a_wrong_verifier_is_not_certified(runner: AuditRunner, drafts: TableDraft, plan: SamplePlan, control: wrong.Control) -> None:
+def test_a_wrong_verifier_is_not_certified(
+    runner: AuditRunner, drafts: TableDraft, plan: SamplePlan, control: wrong.Control
+) -> None:
     """A control that is detectable with unchanged drafts does not need the many samples with replaced drafts."""
     enough = plan if plan.controls[control.name].part == STRESSED else few_stressed(plan)
     assert least_p(judge(runner, RoundSetup(drafts, control.verifier(5), 2), SETTINGS, enough, quiet)) <= SETTINGS.alpha

@@ -10,7 +10,7 @@ import torch
 from scipy import special
 
 from outrider.audit import statistics
-from outrider.audit.evidence import LEAKS, Evidence, Sample, PrefixCounts, at_borders, g_statistic
+from outrider.audit.evidence import LEAKS, Evidence, PrefixCounts, Sample, at_borders, g_statistic
 from outrider.audit.watching import PowerEstimate
 from outrider.audit.wrong import LEAK
 from outrider.types import Proposal

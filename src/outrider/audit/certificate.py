@@ -9,7 +9,7 @@ from typing import Any, Literal
 from outrider.audit.evidence import Test
 from outrider.audit.greedy import Difference, GreedyResult, audit_greedy
 from outrider.audit.runner import AuditRunner, RoundSetup
-from outrider.audit.sampling import AS_IS, STRESSED, AuditSettings, SamplingResult, ReportProgress, audit_samples
+from outrider.audit.sampling import AS_IS, STRESSED, AuditSettings, ReportProgress, SamplingResult, audit_samples
 
 Verdict = Literal["certified", "not certified", "void", "lossy"]
 VERDICTS: dict[Verdict, str] = {

@@ -80,7 +80,9 @@ class AuditRunner:
         params = _endless(params)
         for start in range(0, len(texts), self._wave):
             part = texts[start : start + self._wave]
-            requests = [_request(f"replay-{i}", prompt, replace(params, max_tokens=len(text)), 0) for i, text in enumerate(part)]
+            requests = [
+                _request(f"replay-{i}", prompt, replace(params, max_tokens=len(text)), 0) for i, text in enumerate(part)
+            ]
             tokens_of = {request.request_id: text for request, text in zip(requests, part, strict=True)}
 
             def shown(requests: Sequence[Request], probs: Tensor) -> None:
