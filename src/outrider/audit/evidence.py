@@ -154,7 +154,7 @@ class Evidence:
         self._g_tokens[place] += total
 
     def add_likelihood_ratios(self, samples: PrefixCounts) -> None:
-        """Add the likelihood ratio, which needs the target's probability of every sampled token."""
+        """Count the samples and add their likelihood ratios, which need the target's probability of every sampled token."""
         self.num_samples += len(samples.samples)
         for sample in samples.samples:
             self.origins.update(sample.origins)

@@ -22,7 +22,7 @@ from outrider.types import SamplingParams
 
 COST_PROMPTS, COST_REPEATS = 6, 3  # of each cost measurement, at the first batch size
 
-ReportProgress = Callable[[str], None]
+ReportStep = Callable[[str], None]  # description
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SameText:
         known = [{key: cell[key] for key in ("method", "k", "batch", "temperature")} for cell in self.results]
         return [cell for cell in self.grid.cells() if cell not in known]
 
-    def run(self, cell: Mapping[str, Any], report: ReportProgress) -> dict[str, Any]:
+    def run(self, cell: Mapping[str, Any], report: ReportStep) -> dict[str, Any]:
         """Run one cell: number of outputs that differ, first position of each difference, and cost at the first batch size."""
         name, k, batch, temperature = cell["method"], cell["k"], cell["batch"], cell["temperature"]
         wanted = self._reference(temperature, report)
@@ -84,7 +84,7 @@ class SameText:
         self.results.append(found)
         return found
 
-    def _reference(self, temperature: float, report: ReportProgress) -> list[list[int]]:
+    def _reference(self, temperature: float, report: ReportStep) -> list[list[int]]:
         if temperature not in self._plain:
             report(f"plain decoding, temperature {temperature:g}")
             setup = self._setup(PLAIN, 0, coupled=True)
@@ -98,7 +98,7 @@ class SameText:
             texts += [text.token_ids for text in self.runner.generate(setup, prompts[start : start + batch], params)]
         return texts
 
-    def _cost(self, name: str, k: int, temperature: float, report: ReportProgress) -> float:
+    def _cost(self, name: str, k: int, temperature: float, report: ReportStep) -> float:
         """Return the median ratio of seconds with and without same-text mode, measured in turn."""
         prompts = self.grid.prompts[:COST_PROMPTS]
         ratios = []
