@@ -118,6 +118,14 @@ def test_each_method_gets_the_verdict_on_its_own_drafts():
     assert second.told == [(("b", "c"), [[0, 1], []], [4, 8])]
 
 
+def test_unused_drafts_that_equal_the_emitted_tokens_count_as_accepted():
+    first, second = Recorder("first", {"a": [5, 6], "b": [5, 4]}), Recorder("second", {"a": [5, 6, 7], "b": [5, 6, 7]})
+    proposer, context = combined(first, second), context_of("a", "b")
+    proposer.propose(context, 3)
+    proposer.commit(context, verdict_of([[0, 1], [0, 1]], [8, 8]))
+    assert first.told == [(("a", "b"), [[0, 1], [0]], [8, 6])]
+
+
 def test_verdicts_for_single_requests_equal_those_for_the_batch():
     """The engine calls it so after one request failed."""
     first, second = Recorder("first", {"a": [1, 1, 1], "b": [2]}), Recorder("second", {"b": [5, 6], "c": [7, 7]})

@@ -66,12 +66,12 @@ def test_the_translation_does_not_depend_on_how_the_text_grows(target, draft):
     growing, at = Translation(pair), 0
     while at < len(ids):
         at = min(at + choose.randrange(1, 9), len(ids))
-        text = growing.read(ids[:at])
+        text = growing.to_draft_ids(ids[:at])
         assert text is not None
         assert pair.draft.joined(text).lstrip() == pair.target.joined(ids[:at]).lstrip()
-    at_once = Translation(pair).read(ids)
-    assert growing.read(ids) == at_once == TOKENIZERS[draft].encode(TEXT * 4, add_special_tokens=False)
-    assert len(ids) - growing._num_settled <= 3 * WINDOW
+    at_once = Translation(pair).to_draft_ids(ids)
+    assert growing.to_draft_ids(ids) == at_once == TOKENIZERS[draft].encode(TEXT * 4, add_special_tokens=False)
+    assert len(ids) - growing._num_final <= 3 * WINDOW
 
 
 def test_a_round_translates_only_the_end_of_the_output():
@@ -81,9 +81,9 @@ def test_a_round_translates_only_the_end_of_the_output():
     translation, lengths = Translation(pair), []
     encode = pair.draft.encode
     pair.draft.encode = lambda text, is_start: (lengths.append(len(text)), encode(text, is_start))[1]
-    translation.read(ids)
+    translation.to_draft_ids(ids)
     for at in range(200):
-        translation.read(ids + ids[: at + 1])
+        translation.to_draft_ids(ids + ids[: at + 1])
     assert lengths[0] > 1000 and max(lengths[1:]) < 6 * 3 * WINDOW
 
 
@@ -92,8 +92,8 @@ def test_ids_without_a_token_do_not_stop_the_translation():
     ids = TOKENIZERS["large"].encode(TEXT * 8, add_special_tokens=False)
     padding = len(pair.target.table) + 3  # a row of the embedding that no token uses
     translation = Translation(pair)
-    text = translation.read([*ids[:5], padding, *ids[5:]])
-    assert translation._num_settled > 5
+    text = translation.to_draft_ids([*ids[:5], padding, *ids[5:]])
+    assert translation._num_final > 5
     assert pair.draft.joined(text) == pair.target.joined(ids)
 
 
@@ -102,14 +102,14 @@ def test_an_incomplete_character_is_translated_to_byte_tokens():
     ids = TOKENIZERS["characters"].encode("say 你好", add_special_tokens=False)
     translation = Translation(pair)
     for at in range(1, len(ids) + 1):
-        text = translation.read(ids[:at])
+        text = translation.to_draft_ids(ids[:at])
         assert pair.draft.joined(text) == pair.target.joined(ids[:at])
 
 
 def test_a_draft_without_bytes_waits_for_the_whole_character():
     translation = Translation(TokenizerPair(TOKENIZERS["small"], TOKENIZERS["letters"]))
     ids = TOKENIZERS["small"].encode("你", add_special_tokens=False)
-    assert len(ids) > 1 and translation.read(ids[:1]) is None
+    assert len(ids) > 1 and translation.to_draft_ids(ids[:1]) is None
 
 
 def test_special_tokens_become_those_of_the_same_role():
@@ -117,8 +117,23 @@ def test_special_tokens_become_those_of_the_same_role():
     end, other = target.eos_token_id, draft.eos_token_id
     translation = Translation(TokenizerPair(target, draft))
     ids = [*target.encode("def", add_special_tokens=False), end, *target.encode("the", add_special_tokens=False)]
-    text = translation.read(ids)
+    text = translation.to_draft_ids(ids)
     assert text == [*draft.encode("def"), other, *draft.encode("the")]
+
+
+def test_end_of_text_tokens_are_paired_by_name_before_they_are_paired_by_role():
+    target, draft = make_tokenizer(300), make_tokenizer(280)
+    for each in (target, draft):
+        each.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    target.eos_token = "<|im_end|>"
+    ends = [each.convert_tokens_to_ids("<|im_end|>") for each in (target, draft)]
+    pair = TokenizerPair(target, draft)
+    assert pair.specials == {0: 0, ends[0]: ends[1]} and pair.specials_back == {0: 0, ends[1]: ends[0]}
+    draft.add_special_tokens({"eos_token": "<|stop|>"})  # the target has no token of this name
+    pair = TokenizerPair(target, draft)
+    assert pair.specials == {0: 0, ends[0]: ends[1]}
+    assert pair.specials_back == {0: 0, ends[1]: ends[0], draft.eos_token_id: ends[0]}
+    assert (ends[1], ends[0]) in pair.common and (draft.eos_token_id, ends[0]) not in pair.common
 
 
 def test_the_drafts_own_bos_token_is_added_once():
@@ -128,9 +143,9 @@ def test_the_drafts_own_bos_token_is_added_once():
         single="<s> $A", special_tokens=[("<s>", draft.bos_token_id)]
     )
     ids = target.encode("def add", add_special_tokens=False)
-    assert Translation(TokenizerPair(target, draft)).read(ids) == draft.encode("def add")
+    assert Translation(TokenizerPair(target, draft)).to_draft_ids(ids) == draft.encode("def add")
     same = TokenizerPair(draft, draft)
-    assert Translation(same).read(draft.encode("def add")) == draft.encode("def add")
+    assert Translation(same).to_draft_ids(draft.encode("def add")) == draft.encode("def add")
 
 
 # --- drafts in the target's tokens ------------------------------------------------------------------------------------------
@@ -142,12 +157,12 @@ def test_drafted_text_is_tokenised_as_by_the_target(target, draft):
     pair = TokenizerPair(TOKENIZERS[target], TOKENIZERS[draft])
     translation, exact, rounds = Translation(pair), 0, 0
     for at in range(5, len(ids) - 8, 3):
-        text = translation.read(ids[:at])
+        text = translation.to_draft_ids(ids[:at])
         # as if the draft generated exactly this text
         follows = pair.target.joined(ids[at : at + 8]).decode(errors="ignore")
         drafted = pair.draft.segment(follows.encode())
         assert text is not None
-        back = translation.back(ids[:at], drafted)
+        back = translation.to_target_ids(ids[:at], drafted)
         assert pair.target.joined(back) == pair.draft.joined(drafted)
         rounds += 1
         exact += back[:4] == ids[at : at + 4]
@@ -163,17 +178,17 @@ def test_a_token_across_the_border_is_split_there():
     pair = TokenizerPair(joined, target)
     b, c = pair.draft.ids[b"b"], pair.draft.ids[b"c"]
     translation = Translation(pair)
-    translation.read([2, 0])
-    assert translation.back([2, 0], [b, c, c]) == [1, 2, 2]
-    assert translation.back([2, 0], [c, b, c]) == [2, 4]
+    translation.to_draft_ids([2, 0])
+    assert translation.to_target_ids([2, 0], [b, c, c]) == [1, 2, 2]
+    assert translation.to_target_ids([2, 0], [c, b, c]) == [2, 4]
 
 
 def test_the_drafts_end_of_text_becomes_the_targets():
     target, draft = make_tokenizer(300), metaspace()
     translation = Translation(TokenizerPair(target, draft))
     ids = target.encode("def", add_special_tokens=False)
-    translation.read(ids)
-    assert translation.back(ids, [draft.eos_token_id, 5]) == [target.eos_token_id]
+    translation.to_draft_ids(ids)
+    assert translation.to_target_ids(ids, [draft.eos_token_id, 5]) == [target.eos_token_id]
 
 
 def test_invalid_characters_in_drafts_are_harmless():
@@ -181,8 +196,8 @@ def test_invalid_characters_in_drafts_are_harmless():
     ids = TOKENIZERS["characters"].encode("é", add_special_tokens=False)
     lone = pair.draft.ids[b"\xbf"]
     translation = Translation(pair)
-    translation.read(ids[:1])
-    assert pair.target.joined(translation.back(ids[:1], [pair.draft.ids[b"A"], lone])) in (b"", b"A", b"A\xbf")
+    translation.to_draft_ids(ids[:1])
+    assert pair.target.joined(translation.to_target_ids(ids[:1], [pair.draft.ids[b"A"], lone])) in (b"", b"A", b"A\xbf")
 
 
 # --- the proposer -----------------------------------------------------------------------------------------------------------
@@ -243,7 +258,7 @@ class Drafting:
 
     def fresh(self, request):
         """Return the committed text in a new draft's tokens."""
-        return Translation(self.pair).read(request.token_ids)
+        return Translation(self.pair).to_draft_ids(request.token_ids)
 
     def expected(self, request, drafts, temperature):
         """Return the draft's distribution after text and drafts, restricted to the shared tokens, in the target's ids."""

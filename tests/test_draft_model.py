@@ -253,6 +253,35 @@ def test_a_draft_that_does_not_fit_is_rejected_in_one_line(make, message, tmp_pa
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "write, message",
+    [
+        (lambda text: "{", "cannot load a tokenizer from .*: tokenizer.json is not JSON"),
+        (  # the tokenizers library would end the process
+            lambda text: text.replace('"continuing_subword_prefix": null', '"continuing_subword_prefix": "x"'),
+            "must continue with the continuing_subword_prefix 'x'",
+        ),
+    ],
+)
+def test_a_draft_whose_tokenizer_is_broken_is_refused(write, message, tmp_path):
+    draft = make_folder(tmp_path / "draft")
+    file = draft / "tokenizer.json"
+    file.write_text(write(file.read_text()))
+    with pytest.raises(OutriderError, match=message):
+        build(tmp_path, draft, make_tokenizer())
+
+
+def test_another_vocabulary_size_is_padding_only_if_both_tokenizers_are_known(tmp_path):
+    draft = make_folder(tmp_path / "draft", vocab_size=400)
+    assert build(tmp_path / "known", draft, make_tokenizer()).draft.vocab_size == 400
+    with pytest.raises(OutriderError, match="320 in the target, 400 in the draft; if one is padded, pass tokenizer= and"):
+        build(tmp_path / "unknown", draft)
+    for file in draft.glob("*tokenizer*"):
+        file.unlink()
+    with pytest.raises(OutriderError, match="320 in the target, 400 in the draft"):
+        build(tmp_path / "neither", draft, make_tokenizer())
+
+
 def test_a_draft_with_its_own_code_is_examined_if_it_is_trusted(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     target, draft = make_folder(tmp_path / "target"), make_folder(tmp_path / "draft")

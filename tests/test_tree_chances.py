@@ -15,7 +15,7 @@ from outrider.proposers.head_trees import TreeConfig
 from outrider.proposers.medusa import MedusaConfig
 from outrider.proposers.method import Setting
 from outrider.proposers.tree_chances import ACCURACY_WEIGHT, MAX_COUNT, REFRESH, Calibration, DrawnTree, GrownTree, SiblingRates
-from outrider.proposers.trees import grown, shape_of
+from outrider.proposers.trees import best_tree, shape_of
 
 
 def test_before_any_observation_the_confidence_is_returned():
@@ -88,7 +88,7 @@ def test_a_sampled_tree_learns_from_its_own_nodes():
         def learn(self, ranks, taken):
             seen.append((ranks, taken))
 
-    shape = shape_of(grown([(0.7, 0.5), (0.6, 0.2)], 4)[0])
+    shape = shape_of(best_tree([(0.7, 0.5), (0.6, 0.2)], 4)[0])
     assert shape.parents == (-1, -1, 0, 1)
     tree = DrawnTree(shape, 4, Counting([(0.5,)]))
     for path, counted in (([], ([2], [None])), ([1], ([2, 1], [1, None])), ([0, 2], ([2, 1], [0, 0]))):
@@ -150,6 +150,23 @@ def test_a_head_output_that_is_nan_pauses_only_its_request(home, monkeypatch):
     assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
     assert [each.outputs[0].stats.faults for each in found] == [1, 0]
     assert calls[1] == ["r0", "r1"] and all(ids == ["r1"] for ids in calls[2:]) and len(calls) > 3
+
+
+def test_a_level_whose_logits_are_nan_stops_nobodys_drafts(home, monkeypatch):
+    options = {"compile": "never", "device": "cpu", "num_draft_tokens": 3, "max_batch": 2}
+    llm = LLM(home / "target", method=f"eagle:draft={home / 'eagle3'}:max_nodes=12", **options)
+    level = llm.engine.proposer.head.level
+
+    def broken(*args):
+        step = Step(*(each.clone() for each in level(*args)))
+        step.logits[0] = math.nan
+        return step
+
+    monkeypatch.setattr(llm.engine.proposer.head, "level", broken)
+    found = llm.generate([[5, 6, 7], [9, 8, 7, 6]], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert [each.outputs[0].stats.faults for each in found] == [0, 0]
+    rounds = [each.outputs[0].stats.num_drafted_rounds for each in found]
+    assert rounds[0] == rounds[1] > 3
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,10 @@ def test_the_draft_keeps_its_own_weights():
 
 
 @needs_kernels
-def test_low_bit_drafts_need_fewer_bits_than_the_target():
-    with pytest.raises(OutriderError, match="invalid bits 4: expected fewer than the target's, which has weights=int4"):
-        LLM(make_model(wide_config()), method="low-bit", weights="int4", compile="never")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_low_bit_drafts_need_fewer_bits_than_the_target(bits):
+    with pytest.raises(OutriderError, match=f"invalid bits {bits}: expected fewer than the target's weights have"):
+        LLM(make_model(wide_config()), method=f"low-bit:bits={bits}", weights=f"int{bits}", compile="never")
 
 
 @needs_kernels

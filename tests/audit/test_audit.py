@@ -14,9 +14,9 @@ import torch
 from outrider.audit import wrong
 from outrider.audit.certificate import Certificate, document
 from outrider.audit.greedy import Difference, GreedyResult
-from outrider.audit.rig import Rig, Way
-from outrider.audit.sampling import AS_IS, STRESSED, Caught, Outcome, Question, SamplePlan, audit_samples, judge, make_plan
-from outrider.audit.watching import Stressed
+from outrider.audit.runner import AuditRunner, RoundSetup
+from outrider.audit.sampling import AS_IS, STRESSED, AuditSettings, Caught, Outcome, SamplePlan, audit_samples, judge, make_plan
+from outrider.audit.watching import PowerEstimate, Stressed
 from outrider.proposers.base import ScriptedProposer
 from outrider.proposers.plain import PlainProposer
 from outrider.types import OutriderError, Proposal, SamplingParams
@@ -27,7 +27,7 @@ from outrider.verifiers.typical import TypicalVerifier
 
 from .toys import PROMPTS, TableDraft, table_runner
 
-QUESTION = Question(PROMPTS, SamplingParams(temperature=1.0), k=2, tv=0.2)
+SETTINGS = AuditSettings(PROMPTS, SamplingParams(temperature=1.0), k=2, tv=0.2)
 
 
 def quiet(what: str, steps: int, total: float) -> None:
@@ -35,25 +35,25 @@ def quiet(what: str, steps: int, total: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def rig() -> Rig:
-    return Rig(table_runner())  # type: ignore[arg-type]
+def runner() -> AuditRunner:
+    return AuditRunner(table_runner())  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def drafts(rig: Rig) -> TableDraft:
-    return TableDraft(rig.runner)  # type: ignore[arg-type]
+def drafts(runner: AuditRunner) -> TableDraft:
+    return TableDraft(runner.target)  # type: ignore[arg-type]
 
 
-def certificate(rig: Rig, way: Way, question: Question = QUESTION) -> Certificate:
+def certificate(runner: AuditRunner, setup: RoundSetup, settings: AuditSettings = SETTINGS) -> Certificate:
     """Return a certificate without the greedy part, which needs a model."""
-    found = Certificate("table", "", way.verifier.lossless, question, GreedyResult(2, 0, 0.0, 1e-6))
-    found.sampling = audit_samples(rig, way, question, quiet)
+    found = Certificate("table", "", setup.verifier.lossless, settings, GreedyResult(2, 0, 0.0, 1e-6))
+    found.sampling = audit_samples(runner, setup, settings, quiet)
     return found
 
 
 @pytest.fixture(scope="module")
-def audited(rig: Rig, drafts: TableDraft) -> Certificate:
-    return certificate(rig, Way(drafts, RejectionVerifier(), 2))
+def audited(runner: AuditRunner, drafts: TableDraft) -> Certificate:
+    return certificate(runner, RoundSetup(drafts, RejectionVerifier(), 2))
 
 
 def test_a_correct_verifier_is_certified_and_every_wrong_one_caught(audited: Certificate) -> None:
@@ -74,16 +74,18 @@ def test_a_correct_verifier_is_certified_and_every_wrong_one_caught(audited: Cer
 
 @pytest.fixture(scope="module")
 def plan(audited: Certificate) -> SamplePlan:
-    """Plan for ``QUESTION``; it depends on the drafts but not on the verifier."""
+    """Plan for ``SETTINGS``; it depends on the drafts but not on the verifier."""
     assert audited.sampling is not None
     return audited.sampling.plan
 
 
 @pytest.mark.parametrize("control", wrong.CONTROLS, ids=lambda control: control.name)
-def test_a_wrong_verifier_is_not_certified(rig: Rig, drafts: TableDraft, plan: SamplePlan, control: wrong.Control) -> None:
+def test_a_wrong_verifier_is_not_certified(
+    runner: AuditRunner, drafts: TableDraft, plan: SamplePlan, control: wrong.Control
+) -> None:
     """A control that is detectable with unchanged drafts does not need the many samples with replaced drafts."""
-    enough = plan if plan.reach[control.name].part == STRESSED else few_stressed(plan)
-    assert least_p(judge(rig, Way(drafts, control.verifier(5), 2), QUESTION, enough, quiet)) <= QUESTION.alpha
+    enough = plan if plan.controls[control.name].part == STRESSED else few_stressed(plan)
+    assert least_p(judge(runner, RoundSetup(drafts, control.verifier(5), 2), SETTINGS, enough, quiet)) <= SETTINGS.alpha
 
 
 def least_p(outcome: Outcome) -> float:
@@ -96,19 +98,19 @@ def few_stressed(plan: SamplePlan) -> SamplePlan:
 
 
 @pytest.mark.parametrize("verifier", [BlockVerifier(), RejectionVerifier()], ids=["block", "rejection"])
-def test_point_masses_and_truncation_pass_too(rig: Rig, drafts: TableDraft, verifier: Verifier) -> None:
+def test_point_masses_and_truncation_pass_too(runner: AuditRunner, drafts: TableDraft, verifier: Verifier) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2)
-    question = replace(QUESTION, params=params, seed=3)
+    settings = replace(SETTINGS, params=params, seed=3)
     copying = ScriptedProposer.of_chains(lambda context, k: [request.token_ids[-k:] for request in context.requests])
     for proposer in (drafts, copying):
-        way = Way(proposer, verifier, 2)
-        assert least_p(judge(rig, way, question, make_plan(rig, way, question, quiet), quiet)) > question.alpha
+        setup = RoundSetup(proposer, verifier, 2)
+        assert least_p(judge(runner, setup, settings, make_plan(runner, setup, settings, quiet), quiet)) > settings.alpha
 
 
-def test_a_lossy_verifier_fails_and_is_called_lossy(rig: Rig, drafts: TableDraft, plan: SamplePlan) -> None:
-    way = Way(drafts, TypicalVerifier(), 2)
-    assert least_p(judge(rig, way, QUESTION, few_stressed(plan), quiet)) <= 1e-6
-    assert Certificate("m", "TypicalVerifier", way.verifier.lossless, QUESTION, GreedyResult(1, 1, 0, 0)).verdict == "lossy"
+def test_a_lossy_verifier_fails_and_is_called_lossy(runner: AuditRunner, drafts: TableDraft, plan: SamplePlan) -> None:
+    setup = RoundSetup(drafts, TypicalVerifier(), 2)
+    assert least_p(judge(runner, setup, SETTINGS, few_stressed(plan), quiet)) <= 1e-6
+    assert Certificate("m", "TypicalVerifier", setup.verifier.lossless, SETTINGS, GreedyResult(1, 1, 0, 0)).verdict == "lossy"
 
 
 def test_a_control_that_is_not_caught_makes_it_void(audited: Certificate) -> None:
@@ -131,20 +133,34 @@ def test_rare_bonus_tokens_give_a_remark_and_rare_accepted_ones_void(audited: Ce
     assert without("accepted").verdict == "void" and not document(audited)["remarks"]
 
 
-def test_a_method_that_does_not_draft_is_refused(rig: Rig) -> None:
+def test_a_method_that_does_not_draft_is_refused(runner: AuditRunner) -> None:
     with pytest.raises(OutriderError, match="drafts nothing"):
-        make_plan(rig, Way(PlainProposer(), RejectionVerifier(), 2), QUESTION, quiet)
+        make_plan(runner, RoundSetup(PlainProposer(), RejectionVerifier(), 2), SETTINGS, quiet)
 
 
-def test_audits_with_too_many_samples_are_refused(rig: Rig, drafts: TableDraft) -> None:
-    way, question = Way(drafts, RejectionVerifier(), 2), replace(QUESTION, tv=0.002)
+def test_audits_with_too_many_samples_are_refused(runner: AuditRunner, drafts: TableDraft) -> None:
+    setup, settings = RoundSetup(drafts, RejectionVerifier(), 2), replace(SETTINGS, tv=0.002)
     with pytest.raises(OutriderError, match=r"needs [\d,]+ samples .*, more than --max-samples") as error:
-        make_plan(rig, way, question, quiet)
+        make_plan(runner, setup, settings, quiet)
     needed = int(re.search(r"needs ([\d,]+)", str(error.value))[1].replace(",", ""))  # type: ignore[index]
-    assert needed <= make_plan(rig, way, replace(question, max_samples=needed), quiet).total
+    assert needed <= make_plan(runner, setup, replace(settings, max_samples=needed), quiet).total
 
 
-def test_a_failing_proposer_makes_it_void(rig: Rig, plan: SamplePlan) -> None:
+def test_controls_are_planned_at_the_level_at_which_they_are_caught(
+    runner: AuditRunner, drafts: TableDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels, samples_for = [], PowerEstimate.samples_for
+
+    def noted(self: PowerEstimate, name: str, level: float, *args: float) -> float:
+        levels.append(level)
+        return samples_for(self, name, level, *args)
+
+    monkeypatch.setattr(PowerEstimate, "samples_for", noted)
+    make_plan(runner, RoundSetup(drafts, RejectionVerifier(), 2), SETTINGS, quiet)
+    assert set(levels) == {SETTINGS.strictest / 2 / 3}  # half for the ends of three stages
+
+
+def test_a_failing_proposer_makes_it_void(runner: AuditRunner, plan: SamplePlan) -> None:
     class Failing(TableDraft):
         def propose(self, context, k):  # type: ignore[no-untyped-def]
             if any(request.num_output_tokens > 1 for request in context.requests):
@@ -152,26 +168,26 @@ def test_a_failing_proposer_makes_it_void(rig: Rig, plan: SamplePlan) -> None:
             return super().propose(context, k)
 
     small = replace(plan, samples=dict.fromkeys(plan.samples, 40))
-    outcome = judge(rig, Way(Failing(rig.runner), RejectionVerifier(), 2), QUESTION, small, quiet)  # type: ignore[arg-type]
+    outcome = judge(runner, RoundSetup(Failing(runner.target), RejectionVerifier(), 2), SETTINGS, small, quiet)  # type: ignore[arg-type]
     assert outcome.faults > 0
 
 
-def test_follow_reports_the_targets_distributions(rig: Rig) -> None:
+def test_follow_reports_the_targets_distributions(runner: AuditRunner) -> None:
     laws: dict[tuple[int, ...], torch.Tensor] = {}
 
     def show(prefixes: list[tuple[int, ...]], probs: torch.Tensor) -> None:
         laws.update(zip(prefixes, probs, strict=True))
 
-    rig.follow([3, 1, 4], [(5, 9), (5, 2), (6, 5)], SamplingParams(temperature=0.5), show)
+    runner.follow([3, 1, 4], [(5, 9), (5, 2), (6, 5)], SamplingParams(temperature=0.5), show)
     assert set(laws) == {(), (5,), (6,)}
-    wanted = torch.softmax(rig.runner.table[4, 5] / 0.5, -1)  # type: ignore[attr-defined]
+    wanted = torch.softmax(runner.target.table[4, 5] / 0.5, -1)  # type: ignore[attr-defined]
     assert torch.allclose(laws[5,], wanted, atol=1e-6)
 
 
-def test_replaced_drafts_have_correct_probabilities(rig: Rig) -> None:
+def test_replaced_drafts_have_correct_probabilities(runner: AuditRunner) -> None:
     stressed, seen = Stressed(ScriptedProposer.of_chains(lambda context, k: [[4] * k for _ in context.requests]), seed=1), []
-    way = Way(_Spy(stressed, seen), RejectionVerifier(), 2)
-    for _ in rig.sample(way, [3, 1, 4], SamplingParams(temperature=1.0), 600, 3, seed=2):
+    setup = RoundSetup(_Spy(stressed, seen), RejectionVerifier(), 2)
+    for _ in runner.sample(setup, [3, 1, 4], SamplingParams(temperature=1.0), 600, 3, seed=2):
         pass
     ids = torch.cat([proposal.token_ids[:, 0] for proposal in seen])
     probs = torch.cat([proposal.probs[:, 0] for proposal in seen])
@@ -225,7 +241,7 @@ def test_a_gap_within_rounding_is_a_tie_and_a_larger_one_a_defect() -> None:
     assert result.threshold == pytest.approx(0.02)
     assert GreedyResult(4, 100, rounding=0.0, resolution=1e-6).threshold == pytest.approx(2e-6)
     result.differences = [Difference(0, 3, 1, 2, (-1.0, -1.01), None, 0.01, is_tie=True)]
-    found = Certificate("m", "v", True, replace(QUESTION, params=SamplingParams()), result)
+    found = Certificate("m", "v", True, replace(SETTINGS, params=SamplingParams()), result)
     assert found.verdict == "certified"
     result.differences.append(Difference(1, 3, 1, 2, (-1.0, -1.5), None, 0.5, is_tie=False))
     assert found.verdict == "not certified" and "1 prompt" in found.findings[0]
@@ -235,7 +251,7 @@ def test_a_gap_within_rounding_is_a_tie_and_a_larger_one_a_defect() -> None:
 def test_differences_beyond_rounding_are_not_ties(rounding: float, resolution: float) -> None:
     """A wrong cache changes every score, so measuring rounding by it would turn every difference into a tie."""
     result = GreedyResult(4, 100, rounding, resolution, [Difference(0, 3, 1, 2, (-1.0, -1.2), None, 0.2, is_tie=True)])
-    found = Certificate("m", "v", True, replace(QUESTION, params=SamplingParams()), result)
+    found = Certificate("m", "v", True, replace(SETTINGS, params=SamplingParams()), result)
     assert found.verdict == "void" and "more than rounding explains" in document(found)["doubts"][0]
     result.rounding = 0.9 * min(1000 * resolution, 1.0)
     assert found.verdict == "certified"
@@ -243,6 +259,6 @@ def test_differences_beyond_rounding_are_not_ties(rounding: float, resolution: f
 
 def test_the_score_of_an_impossible_token_is_null_in_json() -> None:
     result = GreedyResult(1, 9, 0.0, 1e-6, [Difference(0, 3, 1, 2, (-0.5, -math.inf), None, math.inf, is_tie=False)])
-    told = document(Certificate("m", "v", True, replace(QUESTION, params=SamplingParams()), result))
+    told = document(Certificate("m", "v", True, replace(SETTINGS, params=SamplingParams()), result))
     assert told["greedy"]["differences"][0]["plain_logprobs"] == [-0.5, None]
     assert "Infinity" not in json.dumps(told)

@@ -10,8 +10,8 @@ import torch
 from scipy import special
 
 from outrider.audit import statistics
-from outrider.audit.evidence import LEAKS, Evidence, Sample, Tally, at_borders, g_statistic
-from outrider.audit.watching import Gauge
+from outrider.audit.evidence import LEAKS, Evidence, PrefixCounts, Sample, at_borders, g_statistic
+from outrider.audit.watching import PowerEstimate
 from outrider.audit.wrong import LEAK
 from outrider.types import Proposal
 
@@ -61,10 +61,10 @@ def evidence_of(root: np.ndarray, num_samples: int = 400) -> Evidence:  # type: 
         for second in NUMBERS.choice(12, count, p=LAWS[1 + first].numpy()).tolist():
             notes = {0: float(DRAFTS[0, first]), 1: float(DRAFTS[1 + first, second])}
             samples.append(Sample((first, second), ("accepted", "corrected"), notes))
-    evidence, tally = Evidence(2), Tally(samples)
-    evidence.observe(tally, [()], LAWS[:1])
-    evidence.observe(tally, [(token,) for token in range(12)], LAWS[1:])
-    evidence.settle(tally)
+    evidence, prefix_counts = Evidence(2), PrefixCounts(samples)
+    evidence.observe(prefix_counts, [()], LAWS[:1])
+    evidence.observe(prefix_counts, [(token,) for token in range(12)], LAWS[1:])
+    evidence.add_likelihood_ratios(prefix_counts)
     return evidence
 
 
@@ -101,12 +101,12 @@ def test_the_smallest_tv_is_detected_at_the_stated_power() -> None:
 
 def test_a_leak_is_caught_after_the_planned_number_of_rounds() -> None:
     target, draft = LAWS[0], 0.5 * DRAFTS[0] + 0.5 / 12
-    gauge, threshold = Gauge(), math.log(len(LEAKS) / 0.001)
+    estimate, threshold = PowerEstimate(), math.log(len(LEAKS) / 0.001)
     proposal = Proposal(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long), draft.view(1, 1, -1))
-    gauge.add(proposal, target.view(1, 1, -1).repeat(1, 2, 1), [0], 0)
-    gauge.num_refused = gauge.distance  # type: ignore[assignment]  # as many rounds without an accepted draft as it expects
-    assert gauge.mean_distance == pytest.approx(float((draft - target).clamp_min(0).sum()))
-    rounds = math.ceil(gauge.samples_for("leaky", 0.001, 0.99, rounds_per_sample=1.0))
+    estimate.add(proposal, target.view(1, 1, -1).repeat(1, 2, 1), [0], 0)
+    estimate.num_refused = estimate.distance  # type: ignore[assignment]  # as many rounds without an accepted draft as it expects
+    assert estimate.mean_distance == pytest.approx(float((draft - target).clamp_min(0).sum()))
+    rounds = math.ceil(estimate.samples_for("leaky", 0.001, 0.99, rounds_per_sample=1.0))
     ratios = (draft / target).numpy()
     growth = np.log1p(np.array(LEAKS)[:, None] * (ratios - 1))  # [leaks, V]
 
@@ -117,8 +117,8 @@ def test_a_leak_is_caught_after_the_planned_number_of_rounds() -> None:
     leaky, limit = (target + LEAK * (draft - target)).numpy(), -math.log(0.001)
     assert np.mean([log_mean(leaky) >= limit for _ in range(400)]) >= 0.975
     assert np.mean([log_mean(target.numpy()) >= limit for _ in range(4000)]) <= 0.003
-    assert gauge.smallest_leak(rounds, threshold, 0.99) == pytest.approx(LEAK, rel=0.3)
-    assert gauge.smallest_leak(1, threshold, 0.99) is None
+    assert estimate.smallest_leak(rounds, threshold, 0.99) == pytest.approx(LEAK, rel=0.3)
+    assert estimate.smallest_leak(1, threshold, 0.99) is None
 
 
 def test_rounding_at_borders_is_tolerated_but_unlikely_tokens_still_count() -> None:
@@ -128,9 +128,9 @@ def test_rounding_at_borders_is_tolerated_but_unlikely_tokens_still_count() -> N
     samples = [Sample((token,), ("accepted",), {0: draft[token]}) for token in [0] * 600 + [1] * 396 + [2] * 4]
 
     def p_value(samples: list[Sample], has_rounding: bool) -> float:
-        evidence, tally = Evidence(1, has_rounding), Tally(samples)
-        evidence.observe(tally, [()], law)
-        evidence.settle(tally)
+        evidence, prefix_counts = Evidence(1, has_rounding), PrefixCounts(samples)
+        evidence.observe(prefix_counts, [()], law)
+        evidence.add_likelihood_ratios(prefix_counts)
         return next(test.p_value for test in evidence.tests() if test.place is None)
 
     assert p_value(samples, has_rounding=True) < 1e-6

@@ -17,6 +17,7 @@ from outrider.audit import same_text, sampling, tables
 from outrider.bench.workloads import Prompt
 from outrider.cli.audit import encode_prompts
 from outrider.errors import OutriderError
+from outrider.sampling_params import SamplingParams
 
 Run = Callable[..., "tuple[int, str, str]"]
 QUICK = [
@@ -160,6 +161,12 @@ def test_same_text_compares_every_cell_and_resumes(
     other = ["--target", models[1], "--draft", models[1]]
     code, _, err = outrider("audit", "--same-text", *other, *options, "--out", out, "--resume")
     assert code == 2 and "with other models" in err
+
+
+def test_a_draft_length_above_the_maximum_of_a_method_is_not_tested_again() -> None:
+    grid = same_text.Grid({"medusa": 3, "draft": 64}, (1, 3, 5, 8), (1,), (0.0,), [], SamplingParams())
+    tested = [(cell["method"], cell["k"]) for cell in grid.cells()]
+    assert tested == [("medusa", 1), ("medusa", 3), ("draft", 1), ("draft", 3), ("draft", 5), ("draft", 8)]
 
 
 @pytest.mark.parametrize("methods", [["draft"], ["draft", "suffix"]])

@@ -363,11 +363,12 @@ def test_close_ends_requests_frees_models_and_rejects_further_use(folder):
 def test_warmup_prepares_the_requested_number_of_drafts(folder, monkeypatch, given, most):
     llm = LLM(folder, draft=folder, compile="never", **given)
     asked = []
-    monkeypatch.setattr(llm.proposer, "warmup", lambda k, batch: asked.append((k, batch)))
+    monkeypatch.setattr(llm.proposer, "prepare", lambda: asked.append("prepared"))
+    monkeypatch.setattr(llm.proposer, "num_nodes", lambda k: asked.append(k) or k)
     llm.warmup()
-    assert asked == [(most, 1)]
+    assert asked == ["prepared", most]
     llm.warmup(100, batch=2)
-    assert asked[1:] == [(llm.proposer.max_drafts, 2)]
+    assert asked[2:] == ["prepared", llm.proposer.max_drafts]
     assert Proposal.empty(1).num_nodes == 0
 
 

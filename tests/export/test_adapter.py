@@ -94,16 +94,16 @@ def test_a_moved_row_is_kept_and_a_finished_one_released() -> None:
     adapter, batch = TextProposer(config()), Batch()
     batch.texts = [[1, 2, 3, 1, 2], [4, 5, 4, 5, 4], [7, 8, 9]]
     batch.call(adapter)
-    tracks = adapter._proposer._tracks  # type: ignore[attr-defined]
-    before = dict(tracks)
+    indexes = adapter._proposer._indexes  # type: ignore[attr-defined]
+    before = dict(indexes)
     batch.end(0)  # the last row takes its place
     for text in batch.texts:
         text.append(1)
     batch.call(adapter)
-    assert tracks == before
+    assert indexes == before
     for _ in range(PATIENCE):
         batch.call(adapter)
-    assert len(tracks) == 2
+    assert len(indexes) == 2
 
 
 def test_two_rows_of_the_same_text_are_two_requests() -> None:

@@ -17,7 +17,7 @@ from outrider.heads.head_runner import Step
 from outrider.proposers import head_trees, medusa, trees
 from outrider.proposers.tree_chances import Calibration, Floats
 from outrider.proposers.tree_sizes import TreeCosts
-from outrider.proposers.trees import grown, shape_of, without
+from outrider.proposers.trees import best_tree, next_sibling_probs, shape_of
 from outrider.sampling import Sampler
 from outrider.types import Context, Proposal, SamplingParams
 from outrider.verifiers.rejection import RejectionVerifier
@@ -39,7 +39,7 @@ from .enumeration import (
 )
 
 EXACT = 1e-12
-SHAPE = shape_of(grown([(0.7, 0.5), (0.6, 0.2)], 4)[0])  # two children of the root, two of the first or one of each
+SHAPE = shape_of(best_tree([(0.7, 0.5), (0.6, 0.2)], 4)[0])  # two children of the root, two of the first or one of each
 SETTINGS = {
     "warm": SamplingParams(temperature=1.0),
     "cool": SamplingParams(temperature=0.7),
@@ -171,7 +171,7 @@ def test_sampled_siblings_are_accepted_more_often_than_the_likeliest_tokens() ->
 
 def test_harness_detects_siblings_sampled_without_replacement_but_not_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: siblings sampled without replacement, with the probabilities of sampling with replacement."""
-    real = without
+    real = next_sibling_probs
 
     class Hiding(Scripted):
         def draw(self, probs: Tensor, index: int) -> Tensor:
@@ -183,7 +183,7 @@ def test_harness_detects_siblings_sampled_without_replacement_but_not_declared(m
         Hiding.base = base
         return base
 
-    monkeypatch.setattr(trees, "without", hidden)
+    monkeypatch.setattr(trees, "next_sibling_probs", hidden)
     monkeypatch.setitem(globals(), "Scripted", Hiding)
     assert loss(RejectionVerifier(), SETTINGS["warm"], (), drawn) > 1e-5
 
@@ -248,7 +248,7 @@ def test_a_limit_bounds_the_depth_of_the_tree() -> None:
 def test_the_best_tree_is_the_best_of_all_trees(num_nodes: int) -> None:
     """Any set of nodes with their parents and earlier siblings has no more expected accepted drafts than the greedy choice."""
     rates = [(0.6, 0.2, 0.1), (0.5, 0.25, 0.05)]
-    shape = shape_of(grown(rates, num_nodes)[0])
+    shape = shape_of(best_tree(rates, num_nodes)[0])
     worth: list[float] = []
     for parent, rank, depth in zip(shape.parents, shape.ranks, shape.depths, strict=True):
         worth.append((worth[parent] if parent >= 0 else 1.0) * rates[depth - 1][rank])

@@ -454,7 +454,7 @@ def test_groups_without_a_block_form_are_rejected(tmp_path):
 
 
 def test_low_bit_drafts_need_fewer_bits_than_the_checkpoint(tmp_path):
-    with pytest.raises(OutriderError, match="invalid bits 4: expected fewer than the target's, whose checkpoint is quantised"):
+    with pytest.raises(OutriderError, match="invalid bits 4: expected fewer than the target's weights have"):
         LLM(written(tmp_path, "gptq").folder, method="low-bit:bits=4", compile="never")
     folder = written(tmp_path, "gptq-8-asym").folder
     llm = LLM(folder, method="low-bit:bits=4", num_draft_tokens=4, compile="never")

@@ -132,7 +132,7 @@ def test_compiled_partial_passes_equal_the_compiled_whole_pass(model, package, p
     """For a target whose first layer drafts. Bits must be equal, because both passes write the same cache."""
     before = set((passes / "passes").iterdir())
     drafting = Drafting(model=model, depth=1, compile="always")
-    drafting.proposer.warmup(3, 3)
+    drafting.proposer.prepare()
     assert drafting.runner.passes.is_compiled and len(set((passes / "passes").iterdir()) - before) == 3
     drafting.step([3, 3, 3], [3, 0, 1])
     drafting.step([2, 2, 2], [1, 0, 1])

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from outrider.audit.evidence import Test
 from outrider.audit.greedy import Difference, GreedyResult, audit_greedy
-from outrider.audit.rig import Rig, Way
-from outrider.audit.sampling import AS_IS, STRESSED, Question, SamplingResult, Say, audit_samples
+from outrider.audit.runner import AuditRunner, RoundSetup
+from outrider.audit.sampling import AS_IS, STRESSED, AuditSettings, ReportProgress, SamplingResult, audit_samples
 
 Verdict = Literal["certified", "not certified", "void", "lossy"]
 VERDICTS: dict[Verdict, str] = {
@@ -27,7 +27,7 @@ class Certificate:
     method: str
     verifier: str
     is_lossless: bool  # declared by the verifier
-    question: Question
+    settings: AuditSettings
     greedy: GreedyResult
     sampling: SamplingResult | None = None
 
@@ -39,7 +39,7 @@ class Certificate:
             found.append(f"greedy output differs on {self.greedy.num_defects} prompt(s) beyond ties")
         if self.sampling is None:
             return found
-        outcome, alpha = self.sampling.outcome, self.question.alpha
+        outcome, alpha = self.sampling.outcome, self.settings.alpha
         if outcome.impossible and self.greedy.rounding == 0:
             found.append(f"{outcome.impossible} sampled token(s) with probability zero under the sampler settings")
         for part, tests in outcome.tests.items():
@@ -68,25 +68,25 @@ class Certificate:
         return "void" if self.doubts else "certified"
 
 
-def audit(rig: Rig, method: str, way: Way, question: Question, say: Say) -> Certificate:
+def audit(runner: AuditRunner, method: str, setup: RoundSetup, settings: AuditSettings, report: ReportProgress) -> Certificate:
     """Audit one method. At temperature 0 only greedy output is tested."""
-    say("greedy text", 0, 0)
-    greedy = audit_greedy(rig, way, question.prompts, question.params)
-    verifier = way.verifier
-    certificate = Certificate(method, type(verifier).__name__, verifier.lossless, question, greedy)
-    if not question.params.is_greedy:
-        certificate.sampling = audit_samples(rig, way, replace(question, rounding=greedy.rounding), say)
+    report("greedy text", 0, 0)
+    greedy = audit_greedy(runner, setup, settings.prompts, settings.params)
+    verifier = setup.verifier
+    certificate = Certificate(method, type(verifier).__name__, verifier.lossless, settings, greedy)
+    if not settings.params.is_greedy:
+        certificate.sampling = audit_samples(runner, setup, replace(settings, rounding=greedy.rounding), report)
     return certificate
 
 
 def document(certificate: Certificate) -> dict[str, Any]:
     """Return the certificate as JSON-ready data."""
-    question, greedy = certificate.question, certificate.greedy
+    settings, greedy = certificate.settings, certificate.greedy
     return {
         "method": certificate.method,
         "verifier": certificate.verifier,
         "lossless_by_design": certificate.is_lossless,
-        "k": question.k,
+        "k": settings.k,
         "verdict": certificate.verdict,
         "findings": certificate.findings,
         "doubts": certificate.doubts,
@@ -101,17 +101,17 @@ def document(certificate: Certificate) -> dict[str, Any]:
             "defects": greedy.num_defects,
             "differences": [_difference(each) for each in greedy.differences],
         },
-        "sampling": None if certificate.sampling is None else _sampling(certificate.sampling, question),
+        "sampling": None if certificate.sampling is None else _sampling(certificate.sampling, settings),
     }
 
 
-def _sampling(result: SamplingResult, question: Question) -> dict[str, Any]:
+def _sampling(result: SamplingResult, settings: AuditSettings) -> dict[str, Any]:
     plan, outcome = result.plan, result.outcome
     return {
-        "alpha": question.alpha,
-        "power": question.power,
-        "tv": question.tv,
-        "tokens_per_sample": question.length,
+        "alpha": settings.alpha,
+        "power": settings.power,
+        "tv": settings.tv,
+        "tokens_per_sample": settings.length,
         "draft_distance": _short(plan.distance),
         "draft_distance_stressed": _short(plan.stressed_distance),
         "smallest_leak_as_it_is": plan.smallest_leak,
@@ -122,7 +122,7 @@ def _sampling(result: SamplingResult, question: Question) -> dict[str, Any]:
                 "samples": outcome.evidence[part].num_samples,
                 "origins": dict(outcome.evidence[part].origins),
                 "tests": [
-                    _test(test, value, question)
+                    _test(test, value, settings)
                     for test, value in zip(outcome.tests[part], outcome.adjusted[part], strict=True)
                 ],
             }
@@ -136,17 +136,17 @@ def _sampling(result: SamplingResult, question: Question) -> dict[str, Any]:
                 "by": each.by,
                 "samples": each.num_samples,
                 "p_value": each.p_value,
-                "planned_samples": _short(plan.reach[each.control.name].samples),
-                "planned_part": plan.reach[each.control.name].part,
-                "planned_power": question.power,
+                "planned_samples": _short(plan.controls[each.control.name].samples),
+                "planned_part": plan.controls[each.control.name].part,
+                "planned_power": settings.power,
             }
             for each in result.controls
         ],
     }
 
 
-def _test(test: Test, adjusted: float, question: Question) -> dict[str, Any]:
-    smallest = test.smallest_tv(question.strictest, question.power)
+def _test(test: Test, adjusted: float, settings: AuditSettings) -> dict[str, Any]:
+    smallest = test.smallest_tv(settings.strictest, settings.power)
     return {
         "name": test.name,
         "token": test.place,

@@ -55,7 +55,7 @@ class Test:
         return None if self.freedom is None else smallest_tv(self.freedom, self.num_tokens, alpha, power)
 
 
-class Tally:
+class PrefixCounts:
     """Samples of one prompt, grouped by prefix."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
@@ -94,54 +94,56 @@ class Evidence:
         self.num_rounds = 0  # rounds in the likelihood ratio
         self._log_ratios = np.zeros(len(LEAKS))
         self._g, self._g_freedom, self._g_tokens = np.zeros(length), np.zeros(length, dtype=int), np.zeros(length, dtype=int)
-        self._excess, self._due = np.zeros((length, NUM_CELLS)), np.zeros((length, NUM_CELLS))
+        self._excess, self._expected = np.zeros((length, NUM_CELLS)), np.zeros((length, NUM_CELLS))
         self._variance, self._tokens = np.zeros((length, NUM_CELLS, NUM_CELLS)), np.zeros(length, dtype=int)
 
-    def observe(self, tally: Tally, prefixes: Sequence[Prefix], probs: Tensor) -> None:
-        """Add the target's distributions [B, V] after prefixes of the tally's prompt."""
-        chosen = tally.fresh(prefixes)
+    def observe(self, samples: PrefixCounts, prefixes: Sequence[Prefix], target_probs: Tensor) -> None:
+        """Add the target's distributions [B, V] after prefixes of the prompt of these samples."""
+        chosen = samples.fresh(prefixes)
         if not chosen:
             return
-        laws = probs[chosen].double()  # [A, V]
-        cells = cells_of(laws)
-        masses = torch.zeros(len(chosen), NUM_CELLS, dtype=laws.dtype, device=laws.device).scatter_add_(1, cells, laws)
-        met = [prefixes[index] for index in chosen]
-        counts = [tally.counts[prefix] for prefix in met]
-        places, totals = np.array([len(prefix) for prefix in met]), np.array([each.total() for each in counts])
+        probs = target_probs[chosen].double()  # [A, V]
+        cells = cells_of(probs)
+        masses = torch.zeros(len(chosen), NUM_CELLS, dtype=probs.dtype, device=probs.device).scatter_add_(1, cells, probs)
+        new_prefixes = [prefixes[index] for index in chosen]
+        counters = [samples.counts[prefix] for prefix in new_prefixes]
+        places, totals = np.array([len(prefix) for prefix in new_prefixes]), np.array([each.total() for each in counters])
         self._add_calibration(places, totals, masses.cpu().numpy())
 
-        rows = np.repeat(np.arange(len(met)), [len(each) for each in counts])
-        tokens, times = [token for each in counts for token in each], [count for each in counts for count in each.values()]
-        at = torch.as_tensor(rows, device=laws.device), torch.tensor(tokens, device=laws.device)
-        probs_seen = laws[at].tolist()  # target probability of every observed token
-        np.add.at(self._excess, (places[rows], cells[at].cpu().numpy()), times)
-        self.impossible += sum(count for count, prob in zip(times, probs_seen, strict=True) if prob == 0)
+        rows = np.repeat(np.arange(len(new_prefixes)), [len(each) for each in counters])
+        tokens = [token for each in counters for token in each]
+        counts = [count for each in counters for count in each.values()]
+        at = torch.as_tensor(rows, device=probs.device), torch.tensor(tokens, device=probs.device)
+        probs_seen = probs[at].tolist()  # target probability of every observed token
+        np.add.at(self._excess, (places[rows], cells[at].cpu().numpy()), counts)
+        self.impossible += sum(count for count, prob in zip(counts, probs_seen, strict=True) if prob == 0)
         if self.has_rounding:
-            probs_seen = at_borders(laws)[at].tolist()
-        tally.probs.update(zip(zip((met[row] for row in rows.tolist()), tokens, strict=True), probs_seen, strict=True))
+            probs_seen = at_borders(probs)[at].tolist()
+        observed = zip((new_prefixes[row] for row in rows.tolist()), tokens, strict=True)
+        samples.probs.update(zip(observed, probs_seen, strict=True))
         for row in np.flatnonzero(totals >= 2 * MIN_EXPECTED).tolist():
-            self._add_group(int(places[row]), counts[row], laws[row].cpu().numpy(), int(totals[row]))
+            self._add_group(int(places[row]), counters[row], probs[row].cpu().numpy(), int(totals[row]))
 
     def _add_calibration(self, places: IntArray, totals: IntArray, masses: np.ndarray[Any, Any]) -> None:
         """Add expected counts per cell. ``places``, ``totals``: length and count of each prefix; ``masses``: [A, cells]."""
-        due = totals[:, None] * masses
+        expected = totals[:, None] * masses
         for place in np.unique(places):
             here = places == place
-            self._excess[place] -= due[here].sum(0)
-            self._due[place] += due[here].sum(0)
-            self._variance[place] += np.diag(due[here].sum(0)) - due[here].T @ masses[here]
+            self._excess[place] -= expected[here].sum(0)
+            self._expected[place] += expected[here].sum(0)
+            self._variance[place] += np.diag(expected[here].sum(0)) - expected[here].T @ masses[here]
             self._tokens[place] += totals[here].sum()
 
-    def _add_group(self, place: int, counts: Counter[int], law: np.ndarray[Any, Any], total: int) -> None:
+    def _add_group(self, place: int, counts: Counter[int], target_probs: np.ndarray[Any, Any], total: int) -> None:
         """Add the tokens after one prefix, a multinomial sample, with rare tokens in one cell."""
-        due = law * total
-        kept = np.flatnonzero(due >= MIN_EXPECTED)
-        kept = kept[np.argsort(due[kept])][::-1]
-        rest = total - due[kept].sum()
+        expected = target_probs * total
+        kept = np.flatnonzero(expected >= MIN_EXPECTED)
+        kept = kept[np.argsort(expected[kept])][::-1]
+        rest = total - expected[kept].sum()
         while len(kept) and 1e-6 * total < rest < MIN_EXPECTED:
-            kept, rest = kept[:-1], rest + due[kept[-1]]
+            kept, rest = kept[:-1], rest + expected[kept[-1]]
         seen = np.array([counts[token] for token in kept.tolist()], dtype=float)
-        expected = due[kept]
+        expected = expected[kept]
         if rest >= MIN_EXPECTED:
             seen, expected = np.append(seen, total - seen.sum()), np.append(expected, rest)
         if len(seen) < 2:
@@ -151,13 +153,13 @@ class Evidence:
         self._g_freedom[place] += freedom
         self._g_tokens[place] += total
 
-    def settle(self, tally: Tally) -> None:
-        """Add the likelihood ratio, which needs the target's probability of every sampled token."""
-        self.num_samples += len(tally.samples)
-        for sample in tally.samples:
+    def add_likelihood_ratios(self, samples: PrefixCounts) -> None:
+        """Count the samples and add their likelihood ratios, which need the target's probability of every sampled token."""
+        self.num_samples += len(samples.samples)
+        for sample in samples.samples:
             self.origins.update(sample.origins)
             for place, draft_prob in sample.draft_probs.items():
-                target_prob = tally.probs[sample.token_ids[:place], sample.token_ids[place]]
+                target_prob = samples.probs[sample.token_ids[:place], sample.token_ids[place]]
                 ratio = draft_prob / target_prob if target_prob > 0 else 1e300
                 self._log_ratios += np.log(np.maximum(1 + np.array(LEAKS) * (ratio - 1), 1e-300))
                 self.num_rounds += 1
@@ -176,13 +178,15 @@ class Evidence:
         return Test("G", place + 1, statistic, freedom, chi_square_tail(statistic, freedom), tokens, effect)
 
     def _calibration(self, place: int) -> Test | None:
-        """Return observed minus expected tokens per cell, a sum of independent variables under the target."""
+        """Return the chi-square test of observed minus expected tokens per cell, which are sums of independent variables under
+        the target; None with too few tokens.
+        """
         groups: list[list[int]] = [[]]  # cells merged with neighbours until enough tokens are expected
         for cell in range(NUM_CELLS):
-            if self._due[place, groups[-1]].sum() >= MIN_EXPECTED:
+            if self._expected[place, groups[-1]].sum() >= MIN_EXPECTED:
                 groups.append([])
             groups[-1].append(cell)
-        if len(groups) > 1 and self._due[place, groups[-1]].sum() < MIN_EXPECTED:
+        if len(groups) > 1 and self._expected[place, groups[-1]].sum() < MIN_EXPECTED:
             groups[-2:] = [groups[-2] + groups[-1]]
         join = np.zeros((len(groups), NUM_CELLS))
         for row, cells in enumerate(groups):
@@ -206,19 +210,19 @@ class Evidence:
         return Test("likelihood ratio", None, log_mean, None, math.exp(-max(log_mean, 0.0)), self.num_rounds, share)
 
 
-def cells_of(laws: Tensor) -> Tensor:
+def cells_of(probs: Tensor) -> Tensor:
     """Return the calibration cell of each token: float64 [B, V] -> int64 [B, V]."""
-    return torch.bucketize(laws, torch.tensor(EDGES, dtype=laws.dtype, device=laws.device))
+    return torch.bucketize(probs, torch.tensor(EDGES, dtype=probs.dtype, device=probs.device))
 
 
-def at_borders(laws: Tensor) -> Tensor:
+def at_borders(probs: Tensor) -> Tensor:
     """Return distributions [B, V] in which impossible tokens are as likely as the least likely possible one.
 
     If passes round differently, a token at the border of top-k or top-p may be kept in one and dropped in the other. This is
     not an error of the verifier.
     """
-    least = torch.where(laws > 0, laws, torch.inf).amin(-1, keepdim=True)
-    return torch.where(laws > 0, laws, least)
+    least = torch.where(probs > 0, probs, torch.inf).amin(-1, keepdim=True)
+    return torch.where(probs > 0, probs, least)
 
 
 def g_statistic(seen: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from outrider.audit.rig import Rig, Way
+from outrider.audit.runner import AuditRunner, RoundSetup
 from outrider.bench.race import first_difference
 from outrider.engine.outputs import Emission
 from outrider.types import SamplingParams
@@ -58,30 +58,32 @@ class GreedyResult:
         return sum(not each.is_tie for each in self.differences)
 
 
-def audit_greedy(rig: Rig, way: Way, prompts: Sequence[Sequence[int]], params: SamplingParams) -> GreedyResult:
+def audit_greedy(
+    runner: AuditRunner, setup: RoundSetup, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> GreedyResult:
     """Compare tokens with plain decoding. ``params`` are the user's, with temperature 0."""
     params = replace(params, temperature=0.0, logprobs=NUM_TOP)
-    plain, drafted = rig.generate(Way(), prompts, params), rig.generate(way, prompts, params)
+    plain, drafted = runner.generate(RoundSetup(), prompts, params), runner.generate(setup, prompts, params)
     places = [first_difference(a.token_ids, b.token_ids) for a, b in zip(plain, drafted, strict=True)]
-    result = GreedyResult(len(prompts), sum(len(text.token_ids) for text in drafted), 0.0, resolution(rig, prompts[0]))
+    result = GreedyResult(len(prompts), sum(len(text.token_ids) for text in drafted), 0.0, resolution(runner, prompts[0]))
     for a, b, place in zip(plain, drafted, places, strict=True):
         result.rounding = max(result.rounding, _rounding(a, b, len(a.token_ids) if place is None else place + 1))
     for index, place in enumerate(places):
         if place is not None:
             texts = plain[index], drafted[index]
-            result.differences.append(_difference(rig, index, place, prompts[index], texts, params, result.threshold))
+            result.differences.append(_difference(runner, index, place, prompts[index], texts, params, result.threshold))
     return result
 
 
-def resolution(rig: Rig, prompt: Sequence[int]) -> float:
+def resolution(runner: AuditRunner, prompt: Sequence[int]) -> float:
     """Return one unit in the last place of the largest logit after a prompt, in the passes' dtype."""
-    runner = rig.runner
+    target = runner.target
     try:
-        largest = runner.extend(["resolution-probe"], [list(prompt)]).abs()
+        largest = target.extend(["resolution-probe"], [list(prompt)]).abs()
         largest = largest[largest.isfinite()].max()
     finally:
-        runner.release(["resolution-probe"])
-    return float(largest) * torch.finfo(runner.cache.dtype).eps
+        target.release(["resolution-probe"])
+    return float(largest) * torch.finfo(target.cache.dtype).eps
 
 
 def _rounding(plain: Emission, drafted: Emission, num_places: int) -> float:
@@ -94,7 +96,7 @@ def _rounding(plain: Emission, drafted: Emission, num_places: int) -> float:
 
 
 def _difference(
-    rig: Rig,
+    runner: AuditRunner,
     index: int,
     place: int,
     prompt: Sequence[int],
@@ -109,12 +111,12 @@ def _difference(
 
     def show(prefixes: list[tuple[int, ...]], probs: torch.Tensor) -> None:
         if len(prefixes[0]) == place:
-            law = probs[0].double().log()
-            scores.append((float(law[a]), float(law[b])))
+            logprobs = probs[0].double().log()
+            scores.append((float(logprobs[a]), float(logprobs[b])))
 
     # at temperature 1 without truncation, probabilities determine the scores
     open_params = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, logprobs=None)
-    rig.follow(prompt, [plain.token_ids[: place + 1]], open_params, show)
+    runner.follow(prompt, [plain.token_ids[: place + 1]], open_params, show)
     seen = dict((drafted.logprobs or [])[place].top)
     in_drafts = (seen[a], seen[b]) if a in seen and b in seen else None
     gap = scores[0][0] - scores[0][1]

@@ -56,8 +56,8 @@ class Stressed(ProposerWrapper):
 class Watched(Verifier):
     """Wrap a verifier and record the draft probabilities at the start of each round."""
 
-    def __init__(self, inner: Verifier, gauge: Gauge | None = None) -> None:
-        self.inner, self.gauge = inner, gauge
+    def __init__(self, inner: Verifier, estimate: PowerEstimate | None = None) -> None:
+        self.inner, self.estimate = inner, estimate
         self.target_input, self.supports_trees, self.lossless = inner.target_input, inner.supports_trees, inner.lossless  # type: ignore[misc]
         self.notes: dict[str, dict[int, float]] = {}  # request -> {position: draft probability of the emitted token}
 
@@ -76,8 +76,8 @@ class Watched(Verifier):
         requests = requests_of(random)
         for b in drafted:
             self.notes.setdefault(requests[b].request_id, {})[requests[b].num_output_tokens] = of_draft[b]
-        if self.gauge is not None:
-            self.gauge.add(proposal, target, drafted, sum(not verdict.paths[b] for b in drafted))
+        if self.estimate is not None:
+            self.estimate.add(proposal, target, drafted, sum(not verdict.paths[b] for b in drafted))
         return verdict
 
 
@@ -109,20 +109,20 @@ def requests_of(random: Randomness) -> tuple[Request, ...]:
     return random.requests
 
 
-LAWS = ("target", "draft", "no residual", "untempered draft")
+CONTROL_DISTRIBUTIONS = ("target", "draft", "no residual", "untempered draft")
 
 
 @dataclass
-class Gauge:
+class PowerEstimate:
     """Estimate the samples that two of the tests need to detect the controls, from the distributions at round starts."""
 
     has_rounding: bool = False  # see ``evidence.at_borders``
     num_rounds: int = 0
     distance: float = 0.0  # total variation of target and draft, summed
     num_refused: int = 0  # rounds without an accepted draft
-    means: Tensor = field(default_factory=lambda: torch.zeros(len(LAWS), len(LEAKS), dtype=torch.float64))  # of log-ratios
-    squares: Tensor = field(default_factory=lambda: torch.zeros(len(LAWS), len(LEAKS), dtype=torch.float64))
-    masses: Tensor = field(default_factory=lambda: torch.zeros(len(LAWS), NUM_CELLS, dtype=torch.float64))
+    means: Tensor = field(default_factory=lambda: _zeros(len(LEAKS)))  # of log-ratios
+    squares: Tensor = field(default_factory=lambda: _zeros(len(LEAKS)))
+    masses: Tensor = field(default_factory=lambda: _zeros(NUM_CELLS))
     variance: Tensor = field(default_factory=lambda: torch.zeros(NUM_CELLS, NUM_CELLS, dtype=torch.float64))  # of calibration
 
     def add(self, proposal: Proposal, target: Tensor, rows: Sequence[int], num_refused: int) -> None:
@@ -140,7 +140,7 @@ class Gauge:
             of_draft = first.probs[:, 0].double()
         refused = (of_draft - of_target).clamp_min(0).sum(-1, keepdim=True)
         accepted = of_draft * accept_prob(of_target, assumed)
-        laws = (
+        distributions = (
             of_target,
             of_draft,
             torch.minimum(of_target, of_draft) + refused * of_target,
@@ -150,12 +150,12 @@ class Gauge:
         for column, leak in enumerate(LEAKS):
             ratios = (1 - leak + leak * of_draft / likely.clamp_min(1e-300)).clamp_min(1e-300).log()
             ratios = ratios.clamp(-_CAP, _CAP)
-            for row, law in enumerate(laws):
-                self.means[row, column] += (law * ratios).sum().cpu()
-                self.squares[row, column] += (law * ratios**2).sum().cpu()
+            for row, probs in enumerate(distributions):
+                self.means[row, column] += (probs * ratios).sum().cpu()
+                self.squares[row, column] += (probs * ratios**2).sum().cpu()
         cells = cells_of(of_target)
-        for row, law in enumerate(laws):
-            mass = torch.zeros(len(rows), NUM_CELLS, dtype=law.dtype, device=law.device).scatter_add_(1, cells, law).cpu()
+        for row, probs in enumerate(distributions):
+            mass = torch.zeros(len(rows), NUM_CELLS, dtype=probs.dtype, device=probs.device).scatter_add_(1, cells, probs).cpu()
             self.masses[row] += mass.sum(0)
             if row == 0:
                 self.variance += torch.diag(mass.sum(0)) - mass.T @ mass
@@ -168,15 +168,15 @@ class Gauge:
         """Return the mean total variation of target and draft, which is the rejection probability of the first draft."""
         return self.distance / max(self.num_rounds, 1)
 
-    def samples_for(self, law: str, level: float, power: float, rounds_per_sample: float) -> float:
+    def samples_for(self, control: str, level: float, power: float, rounds_per_sample: float) -> float:
         """Return the samples after which the named control is detected at ``level`` with probability ``power``.
 
         The smaller number of the likelihood ratio over all rounds and of calibration at one position.
         """
         threshold = math.log(len(LEAKS) / level)
-        if law == "leaky":
+        if control == "leaky":
             return self.rounds_for_leak(LEAK, threshold, power) / rounds_per_sample
-        row = LAWS.index(law)
+        row = CONTROL_DISTRIBUTIONS.index(control)
         by_ratio = self._rounds(self.means[row], self.squares[row], threshold, power) / rounds_per_sample
         values, vectors = torch.linalg.eigh(self.variance / max(self.num_rounds, 1))
         is_free = values > 1e-4
@@ -205,3 +205,7 @@ class Gauge:
         count = max(self.num_rounds, 1)
         pairs = zip((means / count).tolist(), (squares / count).tolist(), strict=True)
         return min(needed_rounds(mean, square - mean**2, threshold, power) for mean, square in pairs)
+
+
+def _zeros(width: int) -> Tensor:
+    return torch.zeros(len(CONTROL_DISTRIBUTIONS), width, dtype=torch.float64)

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,8 +35,11 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from outrider.audit.run import Audited
+    from outrider.audit.same_text import Grid
+    from outrider.audit.sampling import AuditSettings
     from outrider.engine.llm import LLM
-    from outrider.proposers.base import Proposer
+
 
 EXAMPLES = """Examples:
 
@@ -121,150 +123,78 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     llm = load_plain(models, methods, max_batch=max(batches))
     prompts = encode_prompts(llm, texts, params.max_tokens, max(lengths))
     proposers, reasons = fitting(llm, models, methods, required=named)
-    if options.batch is None and not models.same_text:
+
+    from outrider.audit.run import Audited
+    from outrider.audit.same_text import Grid
+    from outrider.audit.sampling import AuditSettings
+
+    given_models = {name: value for name, value in asdict(models).items() if value is not None}
+    audited = Audited(llm, proposers, reasons, given_models, settings_of(params))
+    if models.same_text:
+        most = {name: proposer.max_drafts for name, proposer in proposers.items()}
+        grid = Grid(most, lengths, batches, tuple(sorted({0.0, params.temperature})), prompts, params)
+        return write_grid(audited, grid, output)
+    if options.batch is None:
         batches = (min(MAX_BATCH, texts_in_memory(llm, max(map(len, prompts)) + params.max_tokens)),)
-    run = Run(llm, options, output, lengths, batches, prompts, params, models, proposers, reasons)
-    return run.same_text() if models.same_text else run.certificates()
+    seed, errors = params.seed or 0, (options.alpha, options.power, options.tv)
+    settings = AuditSettings(prompts, params, lengths[0], *errors, seed, options.max_samples)
+    return write_certificates(audited, settings, batches[0], output)
 
 
-@dataclass(frozen=True)
-class Run:
-    """State of one audit run."""
+def write_certificates(audited: Audited, settings: AuditSettings, batch: int, output: OutputOptions) -> int:
+    """Write one certificate per method; finished ones are written even if the rest is interrupted."""
+    from outrider.audit import tables
+    from outrider.audit.run import certificates
 
-    llm: LLM
-    options: AuditOptions
-    output: OutputOptions
-    lengths: tuple[int, ...]
-    batches: tuple[int, ...]
-    prompts: list[list[int]]
-    params: SamplingParams
-    models: ModelOptions
-    proposers: dict[str, Proposer]
-    reasons: dict[str, str]  # method -> why it does not fit this target
+    result: dict[str, Any] | None = None
+    is_certified = False
+    try:
+        with progress() as report:
+            for result in certificates(audited, settings, batch, lambda name: stages(report, name)):
+                is_certified = result["certified"]
+    finally:
+        if result is not None:
+            write(output, result, tables.certificates(result))
+    return 0 if is_certified else EXIT_CHECK_FAILED
 
-    def certificates(self) -> int:
-        """Write one certificate per method; finished ones are written even if the rest is interrupted."""
-        from outrider.audit import tables
-        from outrider.audit.certificate import audit, document
-        from outrider.audit.rig import Rig, Way
-        from outrider.audit.sampling import Question
-        from outrider.engine.config import build_verifiers
 
-        options, seed, started = self.options, self.params.seed, perf_counter()
-        alpha = options.alpha / max(len(self.proposers), 1)  # Bonferroni: --alpha holds for the whole audit
-        found: list[dict[str, Any]] = []
-        is_over = False
-        rig, verifier = Rig(self.llm.runner, self.batches[0]), build_verifiers(self.llm.speculation)[0]
-        try:
-            with progress() as report:
-                for name, proposer in self.proposers.items():
-                    k = min(self.lengths[0], proposer.max_drafts)
-                    sure = {"alpha": alpha, "power": options.power, "tv": options.tv}
-                    question = Question(self.prompts, self.params, k, **sure, seed=seed or 0, max_samples=options.max_samples)
-                    way = Way(proposer, verifier, k)
-                    try:
-                        found.append(document(audit(rig, name, way, question, stages(report, name))))
-                    except OutriderError as error:
-                        self.reasons[name] = str(error)
-            is_over = True
-        finally:
-            is_whole = len(found) == len(self.proposers)
-            certified = is_whole and bool(found) and all(each["verdict"] == "certified" for each in found)
-            result = self._document("certificate", perf_counter() - started, certified=certified) | {
-                "settings": settings_of(self.params),
-                "methods": found,
-            }
-            if found or is_over:
-                self._write(result, tables.certificates(result))
-        return 0 if certified else EXIT_CHECK_FAILED
+def write_grid(audited: Audited, grid: Grid, output: OutputOptions) -> int:
+    """Run the grid cell by cell; ``--out`` is rewritten after each cell."""
+    from outrider.audit import tables
+    from outrider.audit.run import earlier_of, plan_of, same_text
+    from outrider.files import write_whole
 
-    def same_text(self) -> int:
-        """Run the grid cell by cell; ``--out`` is rewritten after each cell."""
-        from outrider.audit import tables
-        from outrider.audit.same_text import Grid, SameText
-        from outrider.bench.provenance import same_program
-        from outrider.files import write_whole
-
-        temperatures = tuple(sorted({0.0, self.params.temperature}))
-        grid = Grid(tuple(self.proposers), self.lengths, self.batches, temperatures, self.prompts, self.params)
-        plan = {
-            "methods": list(grid.methods), "k": list(grid.lengths), "batches": list(grid.batches),
-            "temperatures": list(grid.temperatures), "prompts": len(self.prompts), "max_tokens": self.params.max_tokens,
-            "settings": settings_of(self.params), "digest": sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
-            "models": {name: value for name, value in asdict(self.models).items() if value is not None},
-            "program": same_program(self.llm.runner),
-        }  # fmt: skip
-        earlier = self._earlier(plan)
-        started = perf_counter() - earlier["seconds"]
-        comparison = SameText(self.llm, grid, self.proposers, earlier["cells"])
-        left, total = comparison.left, len(grid.cells())
-
-        def result() -> dict[str, Any]:
-            cells = comparison.results
-            differing = sum(cell["differing"] for cell in cells)
-            faults = sum(cell["faults"] for cell in cells)
-            certified = len(cells) == total and not differing and not faults
-            found = self._document("same-text", perf_counter() - started, certified=certified)
-            return found | {"grid": plan, "differing": differing, "faults": faults, "cells": cells}
-
-        try:
-            with progress() as report:
-                say = stages(report, "same text")
-                for cell in left:
-                    comparison.run(cell, lambda what: say(what, 0, len(left)))
-                    say("", 1, len(left))
-                    if self.output.out is not None:
-                        write_whole(self.output.out, json.dumps(result(), indent=1) + "\n")
-        except KeyboardInterrupt:
-            if self.output.out is not None and comparison.results:
-                shown = f"{len(comparison.results)} of {total} comparisons are in {self.output.out}"
-                err.print(f"{shown}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
-            raise
-        finally:
-            if comparison.results:
-                self._write(result(), tables.grid_table(result()))
-        return 0 if result()["certified"] else EXIT_CHECK_FAILED
-
-    def _earlier(self, plan: dict[str, Any]) -> dict[str, Any]:
-        """Return the cells stored in ``--out`` and the seconds that they took."""
-        if not self.output.resume:
-            return {"cells": [], "seconds": 0.0}
-        if self.output.out is None or not self.output.out.exists():
+    earlier = None
+    if output.resume:
+        if output.out is None or not output.out.exists():
             raise OutriderError("--resume requires the file of an interrupted run: give it with --out")
-        try:
-            earlier = json.loads(self.output.out.read_text(encoding="utf-8"))
-            differing = [name for name, value in json.loads(json.dumps(plan)).items() if earlier["grid"].get(name) != value]
-            found = {"cells": list(earlier["cells"]), "seconds": float(earlier["seconds"])}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise OutriderError(f"{self.output.out} was not written by outrider audit --same-text") from None
-        if differing:
-            raise OutriderError(
-                f"{self.output.out} was made with other {', '.join(differing)}: use the same options or another --out"
-            )
-        return found
+        earlier = earlier_of(output.out, plan_of(audited, grid))
+    result: dict[str, Any] | None = None
+    try:
+        with progress() as report:
+            for result in same_text(audited, grid, earlier, stages(report, "same text")):
+                if output.out is not None:
+                    write_whole(output.out, json.dumps(result, indent=1) + "\n")
+    except KeyboardInterrupt:
+        if output.out is not None and result is not None:
+            shown = f"{len(result['cells'])} of {len(grid.cells())} comparisons are in {output.out}"
+            err.print(f"{shown}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
+        raise
+    finally:
+        if result is not None:
+            write(output, result, tables.grid_table(result))
+    return 0 if result is not None and result["certified"] else EXIT_CHECK_FAILED
 
-    def _document(self, kind: str, seconds: float, certified: bool) -> dict[str, Any]:
-        from outrider.bench.provenance import provenance
 
-        return {
-            "schema": "outrider-audit/1",
-            "kind": kind,
-            "certified": certified,
-            "target": self.models.target or "embedded",
-            **provenance(self.llm.runner),
-            "seconds": round(seconds, 1),
-            "not_possible": self.reasons,
-        }
+def write(output: OutputOptions, result: dict[str, Any], view: RenderableType) -> None:
+    """Write the files, then print: standard output may be closed."""
+    from rich.console import Console
 
-    def _write(self, result: dict[str, Any], view: RenderableType) -> None:
-        """Write the files, then print: standard output may be closed."""
-        from rich.console import Console
+    from outrider.audit.tables import page
 
-        from outrider.audit.tables import page
-
-        write_or_say(self.output.out, lambda: json.dumps(result, indent=1) + "\n")
-        write_or_say(self.output.html, lambda: page(result))
-        Console(soft_wrap=True).print(view)
+    write_or_say(output.out, lambda: json.dumps(result, indent=1) + "\n")
+    write_or_say(output.html, lambda: page(result))
+    Console(soft_wrap=True).print(view)
 
 
 def read_prompts(options: AuditOptions, is_grid: bool) -> list[Any]:

@@ -16,8 +16,7 @@ from outrider.engine.finding import MethodChoice, choices, local_path
 from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.scheduler import Scheduler
-from outrider.errors import errors_as, first_line, one_line
-from outrider.hub import TOKENIZER, fetch_configs
+from outrider.errors import errors_as, one_line
 from outrider.memory import on_this_machine
 from outrider.method_text import split_method
 from outrider.options import declared
@@ -25,10 +24,9 @@ from outrider.proposers.base import Proposer
 from outrider.proposers.method import Setting
 from outrider.proposers.recognition import MODEL, TargetFiles, kind_of
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
-from outrider.runner import ModelRunner, RunnerConfig, gguf
-from outrider.runner.checkpoint_files import check_config_file
-from outrider.runner.loading import load_config, refuse_missing, text_config
-from outrider.runner.tokenizers import DifferentVocabulary, check_merges, tokenizer_problem
+from outrider.runner import ModelRunner, RunnerConfig, tokenizers
+from outrider.runner.loading import text_config
+from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.tune import DraftLengthPolicy
 from outrider.types import OutriderError
 
@@ -62,28 +60,14 @@ def load_tokenizer(
     """
     if not isinstance(source, (str, Path)):
         return cast("PreTrainedTokenizerBase", source) if is_tokenizer(source) else None
-    refuse_missing(source)
-    fetch_configs(source, TOKENIZER)
-    folder = on_this_machine(source)
-    if folder is not None:
-        check_merges(folder)
     try:
-        tokenizer = gguf.load_tokenizer(source, trust_remote_code)
-        tokenizer.decode(tokenizer.encode("Text."))  # some errors in the files show only here
-    except BaseException as error:  # broken files can raise anything
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in the tokenizers library
-            raise
-        # AutoTokenizer reads the config too: report an error in the config first
-        if folder is not None and (folder / "config.json").is_file():
-            check_config_file(folder / "config.json")
-        if gguf.find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
-            load_config(source, trust_remote_code)
+        return tokenizers.load_tokenizer(source, trust_remote_code)
+    except OutriderError as error:
+        folder = on_this_machine(source)
         kind = None if folder is None else kind_of(folder)
-        if kind is not None and kind is not MODEL:
-            raise OutriderError(f"{source} holds {kind}, not a model: give it as the draft") from error
-        why = first_line(error) if folder is None else tokenizer_problem(folder, error)
-        raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {why}") from error
-    return tokenizer
+        if kind is None or kind is MODEL:
+            raise
+        raise OutriderError(f"{source} holds {kind}, not a model: give it as the draft") from error
 
 
 def build_scheduler(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None, max_batch: int) -> Scheduler:

@@ -134,7 +134,7 @@ class LLM:
             k = longest_draft(self.speculation, self.proposer) if k is None else min(k, self.proposer.max_drafts)
             hidden = self.proposer.needs_hidden
             self.runner.prepare(hidden)
-            self.proposer.warmup(k, batch)
+            self.proposer.prepare()
             for width in sorted({1, 1 + self.proposer.num_nodes(k)}):
                 self.runner.costs.record_pass(width, batch, 0, self.runner.measure_pass(width, batch, 0, hidden=hidden))
 

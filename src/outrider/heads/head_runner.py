@@ -40,6 +40,16 @@ class Step(NamedTuple):
         return Step(*(each.view(*shape, each.shape[-1]) for each in self))
 
 
+def newest(features: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Return the last ``count`` rows of each hidden state; there may be more, which the cache holds.
+
+    Raises ``RuntimeError`` if there are fewer.
+    """
+    if len(features[0]) < count:
+        raise RuntimeError("the features do not continue where the last ones ended")
+    return [each[len(each) - count :] for each in features]
+
+
 class HeadProgram(Program):
     """A pass of a head. Its modules include those of the target that the head uses."""
 

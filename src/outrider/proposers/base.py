@@ -70,7 +70,7 @@ class Proposer(ABC):
         """Drop the state of finished requests; their cache may be kept for requests with the same prefix."""
         self.release(request_ids)
 
-    def warmup(self, k: int, batch: int) -> None:  # noqa: B027 - optional
+    def prepare(self) -> None:  # noqa: B027 - optional
         """Compile and measure what would otherwise slow down the first rounds."""
 
     def num_nodes(self, k: int) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from outrider.proposers.tree_chances import Calibration
 from outrider.types import Context, DraftPrices, Verdict
 
@@ -24,18 +26,24 @@ class ChainStops:
         self._calibration = Calibration()
         self._rate = FIRST_RATE  # acceptance of a draft whose confidence is unknown
         self._chains: dict[str, list[float]] = {}  # request -> confidences of its drafts in this round
+        self._tokens: dict[str, list[int]] = {}  # request -> these drafts, if they are point masses
 
     def start(self, request_ids: Sequence[str], limits: Sequence[int], prices: DraftPrices) -> Chains:
         """Start a chain for each of these requests, with at most ``limits`` drafts."""
         chains = Chains(limits, prices, self._calibration, self._rate)
-        self._chains = dict(zip(request_ids, chains.confidences, strict=True))
+        self._chains, self._tokens = dict(zip(request_ids, chains.confidences, strict=True)), {}
         return chains
+
+    def store_point_masses(self, request_ids: Sequence[str], drafts: Sequence[list[int]]) -> None:
+        """Store the drafts of each chain: an unused one that equals the emitted token counts as accepted."""
+        self._tokens = dict(zip(request_ids, drafts, strict=True))
 
     def learn(self, context: Context, verdict: Verdict) -> None:
         """Learn from the verdict on the chains of this round."""
-        for request, path in zip(context.requests, verdict.paths, strict=True):
-            for depth, confidence in enumerate(self._chains.pop(request.request_id, [])[: len(path) + 1]):
-                is_accepted = depth < len(path)
+        for request_id, path, token in zip(context.request_ids, verdict.paths, verdict.next_tokens, strict=True):
+            num_accepted, drafts = len(path), self._tokens.get(request_id, [])
+            for depth, confidence in enumerate(self._chains.pop(request_id, [])[: num_accepted + 1]):
+                is_accepted = depth < num_accepted or drafts[depth : depth + 1] == [token]
                 self._calibration.learn([confidence], 0 if is_accepted else None)
                 self._rate += RATE_WEIGHT * (is_accepted - self._rate)
 
@@ -56,10 +64,11 @@ class Chains:
     def add(self, confidences: Sequence[float]) -> bool:
         """Add a draft with this confidence to each chain that has not ended. Return whether to draft another."""
         gained = 0.0  # expected tokens of the next step, less the prices of their rows
-        for b, confidence in enumerate(confidences):
+        chances = self._calibration.chances(np.array(confidences)[:, None])[:, 0].tolist()
+        for b, (confidence, chance) in enumerate(zip(confidences, chances, strict=True)):
             if self._chances[b]:
                 self.confidences[b].append(confidence)
-                self._chances[b] *= self._calibration.chance(confidence)
+                self._chances[b] *= chance
                 gain = self._chances[b] * self._rate - self._prices.row
                 if gain > 0 and len(self.confidences[b]) < self._limits[b]:
                     gained += gain

@@ -40,7 +40,8 @@ class _Part:
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
-        self.rows: set[int] = set()  # rows of the batch for which it was called in this round
+        self.rows: dict[int, int] = {}  # row of the batch for which it was called in this round -> row of its proposal
+        self._proposal = Proposal.empty(0)
         self._unseen: dict[str, dict[int, list[Tensor]]] = {}  # request -> layer -> hidden states since the last call
 
     def store_hidden(self, context: Context) -> None:
@@ -59,9 +60,20 @@ class _Part:
         for layer in self.proposer.needs_hidden:
             hidden[layer] = [joined(self._unseen.get(request_id, {}).get(layer, ())) for request_id in view.request_ids]
         self.forget_hidden(view.request_ids)
-        proposal = self.proposer.propose(replace(view, hidden=hidden), min(k, self.proposer.max_drafts))
-        self.rows = set(rows)
-        return proposal
+        self._proposal = self.proposer.propose(replace(view, hidden=hidden), min(k, self.proposer.max_drafts))
+        self.rows = {row: i for i, row in enumerate(rows)}
+        return self._proposal
+
+    def num_emitted(self, row: int, tokens: Sequence[int]) -> int:
+        """Return how many of its drafts for a row of the batch begin these emitted tokens; 0 unless they are a chain of point
+        masses.
+        """
+        drafted, i = self._proposal, self.rows[row]
+        if drafted.parents is not None or drafted.probs is not None:
+            return 0
+        own = drafted.token_ids[i, : drafted.lens[i]].tolist()
+        pairs = enumerate(zip(own, tokens, strict=False))
+        return next((at for at, (draft, token) in pairs if draft != token), min(len(own), len(tokens)))
 
     def forget_hidden(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -103,28 +115,28 @@ class CombinedProposer(Proposer):
         self._rows = {request_id: b for b, request_id in enumerate(context.request_ids)}
         for part in self._parts:
             part.store_hidden(context)
-            part.rows = set()
+            part.rows = {}
         batch, enough = len(context.requests), min(self._config.min_first, self._first.proposer.max_drafts)
         is_sampled = self._first.proposer.samples_drafts and not context.sampler.is_deterministic
-        early = Proposal.empty(batch) if is_sampled else self._ask_first(context, k)
-        lens = early.lens.tolist()
+        from_first = Proposal.empty(batch) if is_sampled else self._ask_first(context, k)
+        lens = from_first.lens.tolist()
         rows = [b for b, limit in enumerate(context.limits) if limit > 0 and lens[b] < enough]
-        late = Proposal.empty(0)
+        from_second = Proposal.empty(0)
         if rows:
-            late = self._second.propose(context.take(rows), rows, min(k, self._second.proposer.auto_drafts))
-        taken = {b: i for i, b in enumerate(rows) if late.lens[i] > 0}
-        self._owners = [self._second if b in taken else self._first for b in range(batch)]
-        if len(taken) == batch:
-            self._proposal = late
-            return late
-        if early.parents is None:  # trees are not cut, as their nodes need not be in the order of depth
+            from_second = self._second.propose(context.take(rows), rows, min(k, self._second.proposer.auto_drafts))
+        second_rows = {b: i for i, b in enumerate(rows) if from_second.lens[i] > 0}
+        self._owners = [self._second if b in second_rows else self._first for b in range(batch)]
+        if len(second_rows) == batch:
+            self._proposal = from_second
+            return from_second
+        if from_first.parents is None:  # trees are not cut, as their nodes need not be in the order of depth
             lens = [min(n, k, limit) for n, limit in zip(lens, context.limits, strict=True)]
-        early = early.narrow([0 if b in taken else n for b, n in enumerate(lens)])
-        if not taken:
-            self._proposal = early
-            return early
-        kept = [b for b in range(batch) if b not in taken]
-        parts = [(kept, early.take(kept)), (list(taken), late.take(list(taken.values())))]
+        from_first = from_first.narrow([0 if b in second_rows else n for b, n in enumerate(lens)])
+        if not second_rows:
+            self._proposal = from_first
+            return from_first
+        kept = [b for b in range(batch) if b not in second_rows]
+        parts = [(kept, from_first.take(kept)), (list(second_rows), from_second.take(list(second_rows.values())))]
         self._proposal = merged(parts, batch, context.sampler.vocab_size)
         return self._proposal
 
@@ -150,9 +162,9 @@ class CombinedProposer(Proposer):
     def num_nodes(self, k: int) -> int:
         return max([part.proposer.num_nodes(min(k, part.proposer.max_drafts)) for part in self._parts])
 
-    def warmup(self, k: int, batch: int) -> None:
+    def prepare(self) -> None:
         for part in self._parts:
-            part.proposer.warmup(k, batch)
+            part.proposer.prepare()
 
     def release(self, request_ids: Sequence[str]) -> None:
         for part in self._parts:
@@ -180,16 +192,17 @@ class CombinedProposer(Proposer):
         return proposal
 
     def _verdict_for(self, part: _Part, index: list[int], rows: list[int], verdict: Verdict) -> Verdict:
-        """Return the verdict for one part: unused drafts count as rejected.
+        """Return the verdict for one part: of its unused drafts, those that equal the emitted tokens count as accepted.
 
         ``index``: positions of the part's requests in the verdict; ``rows``: their rows in the batch.
         """
         own = verdict.take(index)
         for i, row in enumerate(rows):
             if self._owners[row] is not part:
-                if own.paths[i]:
-                    own.next_tokens[i] = int(self._proposal.token_ids[row, own.paths[i][0]])
-                own.paths[i] = []
+                drafts = self._proposal.token_ids[row].tolist()
+                emitted = [*(drafts[node] for node in own.paths[i]), own.next_tokens[i]]
+                count = part.num_emitted(row, emitted[:-1])
+                own.paths[i], own.next_tokens[i] = list(range(count)), emitted[count]
         return own
 
 

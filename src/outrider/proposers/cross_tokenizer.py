@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -61,32 +60,25 @@ class CrossTokenizerProposer(DraftModelProposer):
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
-        batch = len(context.requests)
-        written = {b for b, request in enumerate(context.requests) if _is_written(request.params)}
-        by_token, by_text = Proposal.empty(batch), Proposal.empty(batch)
-        if len(written) < batch:
-            by_token = super().propose(_only(context, set(range(batch)) - written), k)
-            for b, drafts in enumerate(by_token.token_ids[:, :-1].tolist()):
-                if by_token.lens[b] > 0:
-                    self._translations[context.requests[b].request_id].fed += self._to_draft[drafts].tolist()
-        if written:
-            by_text = self._write(_only(context, written), k)
-        if not written or len(written) == batch:
-            return by_text if written else by_token
-        rows = sorted(written), sorted(set(range(batch)) - written)
-        return merged([(rows[0], by_text.take(rows[0])), (rows[1], by_token.take(rows[1]))], batch, self._vocab_size)
+        as_text = [_drafted_as_text(request.params) for request in context.requests]
+        parts = []
+        for draft, is_text in ((self._draft_tokens, False), (self._draft_text, True)):
+            rows = [b for b, each in enumerate(as_text) if each is is_text]
+            if rows:
+                parts.append((rows, draft(context.take(rows), k)))
+        return merged(parts, len(as_text), self._vocab_size)
 
     def sequences(self, context: Context, k: int) -> dict[int, Sequence[int]]:
         """Return each row's committed text in the draft's ids; roll the draft's cache back to the common prefix."""
         found: dict[int, Sequence[int]] = {}
         for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True)):
-            if limit <= 0 or not (self._can_draft_tokens(request.params) or _is_written(request.params)):
+            if limit <= 0 or not (self._can_draft_tokens(request.params) or _drafted_as_text(request.params)):
                 continue
             translation = self._translations[request.request_id]
-            text = translation.read(request.token_ids)
+            text = translation.to_draft_ids(request.token_ids)
             if not text or len(text) + k > self.draft.max_len:
                 continue
-            self.draft.rollback(request.request_id, translation.feed(text))
+            self.draft.rollback(request.request_id, translation.set_fed(text))
             found[b] = text
         return found
 
@@ -111,7 +103,16 @@ class CrossTokenizerProposer(DraftModelProposer):
         for request_id in request_ids:
             self._translations.pop(request_id, None)
 
-    def _write(self, context: Context, k: int) -> Proposal:
+    def _draft_tokens(self, context: Context, k: int) -> Proposal:
+        """TLI: return drafts of common tokens."""
+        proposal = super().propose(context, k)
+        drafts = zip(context.request_ids, proposal.lens.tolist(), proposal.token_ids[:, :-1].tolist(), strict=True)
+        for request_id, length, token_ids in drafts:
+            if length > 0:
+                self._translations[request_id].fed += self._to_draft[token_ids].tolist()
+        return proposal
+
+    def _draft_text(self, context: Context, k: int) -> Proposal:
         """SLEM: return the draft's likeliest text in the target's tokens."""
         requests = context.requests
         k = min(k, self.max_drafts, max(context.limits))
@@ -126,18 +127,18 @@ class CrossTokenizerProposer(DraftModelProposer):
         if not sequences:
             return Proposal.empty(len(requests))
         ids = [requests[b].request_id for b in sequences]
-        written = torch.zeros(len(sequences), steps, dtype=torch.long, device=self.draft.device)
+        own = torch.zeros(len(sequences), steps, dtype=torch.long, device=self.draft.device)
 
         def next_token(logits: Tensor, step: int) -> Tensor:
-            written[:, step : step + 1] = logits.argmax(dim=-1)
-            return written[:, step : step + 1]
+            own[:, step : step + 1] = logits.argmax(dim=-1)
+            return own[:, step : step + 1]
 
         self.draft.rollout(ids, list(sequences.values()), steps, next_token)
         chains: list[list[int]] = [[] for _ in requests]
-        for b, drafted in zip(sequences, written.tolist(), strict=True):
+        for b, drafted in zip(sequences, own.tolist(), strict=True):
             translation = self._translations[requests[b].request_id]
             translation.fed += drafted[:-1]
-            chains[b] = translation.back(requests[b].token_ids, drafted)[: min(k, context.limits[b])]
+            chains[b] = translation.to_target_ids(requests[b].token_ids, drafted)[: min(k, context.limits[b])]
         return chain_proposal(chains)
 
     def _can_draft_tokens(self, params: SamplingParams) -> bool:
@@ -192,60 +193,62 @@ class TokenizerPair:
         self.target, self.draft = Spelling(target), Spelling(draft)
         named = {name: token for token, name in self.draft.special.items()}
         self.specials = {token: named[name] for token, name in self.target.special.items() if name in named}
-        if target.eos_token_id is not None and draft.eos_token_id is not None:
-            self.specials[target.eos_token_id] = draft.eos_token_id
         self.specials_back = {of_draft: of_target for of_target, of_draft in self.specials.items()}
+        if target.eos_token_id is not None and draft.eos_token_id is not None:  # unless tokens of the same name exist
+            self.specials.setdefault(target.eos_token_id, draft.eos_token_id)
+            self.specials_back.setdefault(draft.eos_token_id, target.eos_token_id)
         begin = draft.bos_token_id
         self.start = [begin] if begin is not None and draft.encode("a")[:1] == [begin] else []
         shared = self.draft.ids.keys() & self.target.ids.keys()
         self.common = sorted((self.draft.ids[data], self.target.ids[data]) for data in shared)
-        self.common += self.specials_back.items()
+        pairs = self.specials.items()
+        self.common += [(of_draft, of_target) for of_target, of_draft in pairs if self.specials_back[of_draft] == of_target]
 
 
 class Translation:
     """Translates one request's committed text into the draft's ids, and drafts back into the target's.
 
-    When the text grows, only its end is tokenised again. The text before is settled: it ends at a common token boundary of both
+    When the text grows, only its end is tokenised again. The text before is final: it ends at a common token boundary of both
     tokenizers, before a space if possible.
     """
 
     def __init__(self, pair: TokenizerPair) -> None:
         self._pair = pair
-        self._settled = list(pair.start)  # draft ids of the settled text
-        self._num_settled = 0  # target tokens of the settled text
-        self._is_start = True  # whether the unsettled text is at the start of the text or follows a special token
+        self._final = list(pair.start)  # draft ids of the final text
+        self._num_final = 0  # target tokens of the final text
+        self._is_start = True  # whether the rest is at the start of the text or follows a special token
         self.fed: list[int] = []  # draft ids that the draft was called with; its cache holds a prefix of them
         self._common = 0  # length of the prefix of ``fed`` that cannot change any more
         self.ratio = 1.0  # draft tokens per target token
 
-    def read(self, token_ids: list[int]) -> list[int] | None:
+    def to_draft_ids(self, token_ids: list[int]) -> list[int] | None:
         """Translate committed tokens to draft ids; None while the text ends in a partial character the draft cannot encode."""
-        pair, first = self._pair, self._num_settled
+        pair, first = self._pair, self._num_final
         special = [i for i in range(first, len(token_ids)) if token_ids[i] in pair.target.special]
         for at in special:  # text never merges across a special token
-            run = self._translated(token_ids[self._num_settled : at])
+            run = self._translated(token_ids[self._num_final : at])
             known = pair.specials.get(token_ids[at])
-            is_first = at == 0 and self._settled == [known]
-            self._settled += (run or []) + ([known] if known is not None and not is_first else [])
-            self._num_settled, self._is_start = at + 1, True
-        run = self._translated(token_ids[self._num_settled :])
+            is_first = at == 0 and self._final == [known]
+            self._final += (run or []) + ([known] if known is not None and not is_first else [])
+            self._num_final, self._is_start = at + 1, True
+        run = self._translated(token_ids[self._num_final :])
         if run is None:
             return None
-        text = self._settled + run
+        text = self._final + run
         self.ratio = len(text) / len(token_ids)
-        if len(token_ids) - self._num_settled > 2 * WINDOW:
-            self._settle(token_ids, run)
+        if len(token_ids) - self._num_final > 2 * WINDOW:
+            self._extend_final(token_ids, run)
         return text
 
-    def feed(self, text: list[int]) -> int:
+    def set_fed(self, text: list[int]) -> int:
         """Record the ids that the draft is called with next; return the length of the prefix that they share with the last."""
         fed, common = self.fed, self._common
         while common < min(len(fed), len(text)) and fed[common] == text[common]:
             common += 1
-        self.fed, self._common = list(text), min(common, len(self._settled))
+        self.fed, self._common = list(text), min(common, len(self._final))
         return common
 
-    def back(self, token_ids: list[int], drafted: list[int]) -> list[int]:
+    def to_target_ids(self, token_ids: list[int], drafted: list[int]) -> list[int]:
         """Translate drafted ids to target ids that continue ``token_ids``.
 
         The end of the committed text is tokenised again together with the draft. If a token spans the border between them, its
@@ -254,21 +257,33 @@ class Translation:
         pair, target = self._pair, self._pair.target
         stop = next((i for i, token in enumerate(drafted) if token in pair.draft.special), len(drafted))
         end = [pair.specials_back[token] for token in drafted[stop : stop + 1] if token in pair.specials_back]
-        before, fresh = self._bytes(token_ids[self._num_settled :]), pair.draft.joined(drafted[:stop])
+        before, fresh = self._bytes(token_ids[self._num_final :]), pair.draft.joined(drafted[:stop])
         whole, _ = _split(before + fresh)
         data = whole.encode()
         if not (before + fresh).startswith(data):  # invalid UTF-8 was replaced
             return target.segment(fresh) or []
-        encoded = target.encode(whole, self._is_start)
-        shift = len(target.joined(encoded)) - len(data)  # 1 if a leading space was added
-        starts = [0, *(at - shift for at in accumulate(len(target.joined([token])) for token in encoded))]
-        if shift not in (0, 1) or not target.joined(encoded).endswith(data):
-            return (target.segment(data[len(before) :]) or []) + end
-        border = next((i for i, at in enumerate(starts) if at >= len(before)), None)
-        if border is None:  # the draft is a part of a character
+        if len(data) < len(before):  # the draft is a part of a character
             return []
-        part = target.segment(data[len(before) : starts[border]])
-        return [] if part is None else part + encoded[border:] + end
+        encoded = target.encode(whole, self._is_start)
+        border = self._border(encoded, before, data)
+        if border is None:
+            return (target.segment(data[len(before) :]) or []) + end
+        first, at = border
+        part = target.segment(data[len(before) : at])
+        return [] if part is None else part + encoded[first:] + end
+
+    def _border(self, encoded: list[int], before: bytes, data: bytes) -> tuple[int, int] | None:
+        """Return the index of the first token that begins at or after the end of ``before``, and where it begins in ``data``.
+
+        None if the tokens ``encoded`` do not spell ``data``, except for a leading space that the tokenizer adds.
+        """
+        spelled = self._pair.target.joined(encoded)
+        shift = len(spelled) - len(data)
+        if shift not in (0, 1) or not spelled.endswith(data):
+            return None
+        ends = accumulate((len(self._pair.target.joined([token])) for token in encoded), initial=0)
+        starts = (max(at - shift, 0) for at in ends)
+        return next((i, at) for i, at in enumerate(starts) if at >= len(before))
 
     def _bytes(self, token_ids: list[int]) -> bytes:
         data = self._pair.target.joined(token_ids)
@@ -279,9 +294,9 @@ class Translation:
         rest = self._pair.draft.segment(part)
         return None if rest is None else self._pair.draft.encode(whole, self._is_start) + rest
 
-    def _settle(self, token_ids: list[int], run: list[int]) -> None:
-        """Settle the text up to the last common token boundary before the window, before a space if possible."""
-        pending, pair = token_ids[self._num_settled :], self._pair
+    def _extend_final(self, token_ids: list[int], run: list[int]) -> None:
+        """Make the text final up to the last common token boundary before the window, before a space if possible."""
+        pending, pair = token_ids[self._num_final :], self._pair
         target_at = list(accumulate((len(pair.target.joined([token])) for token in pending), initial=0))
         draft_at = list(accumulate((len(pair.draft.joined([token])) for token in run), initial=0))
         shift = draft_at[-1] - target_at[-1]  # not 0 if one of the two adds a leading space
@@ -294,20 +309,15 @@ class Translation:
         if abs(shift) > 1:  # a tokenizer that normalises text: no common boundary exists
             found, places[target_at[-1]] = (len(pending), len(run)) if last > 2 * WINDOW else (None, 0)
         if found is not None:
-            self._settled += run[: places[target_at[found]]]
-            self._num_settled += found
+            self._final += run[: places[target_at[found]]]
+            self._num_final += found
             self._is_start = False
 
 
-def _is_written(params: SamplingParams) -> bool:
-    """Return whether a request is drafted as text: greedy, and without sampler settings for individual target tokens."""
+def _drafted_as_text(params: SamplingParams) -> bool:
+    """Return whether a request is drafted as text: it is greedy, and without sampler settings for individual target tokens."""
     masks = params.logit_bias or params.banned_token_ids or params.allowed_token_ids is not None
     return params.is_greedy and not params.has_penalties and not masks
-
-
-def _only(context: Context, rows: set[int]) -> Context:
-    """Return the context with limits of 0 outside ``rows``."""
-    return replace(context, limits=tuple([limit if b in rows else 0 for b, limit in enumerate(context.limits)]))
 
 
 def _split(data: bytes) -> tuple[str, bytes]:

@@ -18,7 +18,7 @@ from outrider.heads import block_formats, findings
 from outrider.heads.block import BlockHead
 from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import BLOCK
-from outrider.heads.head_runner import CHUNK
+from outrider.heads.head_runner import CHUNK, newest
 from outrider.proposers.base import Proposer, pick
 from outrider.proposers.head_method import HeadConfig, HeadMethod, Loaded
 from outrider.proposers.portable import BlockDrafter
@@ -48,47 +48,43 @@ class BlockProposer(Proposer):
         known = [b for b in range(len(requests)) if len(hidden[0][b])]
         k = min(k, self.max_drafts)
         limits = {b: min(k, context.limits[b]) for b in known}
-        able = [b for b in known if limits[b] > 0]
-        states = [list(each) for each in hidden]
+        draftable = [b for b in known if limits[b] > 0]
+        features = {}
         for b in known:
             num_new = len(requests[b].token_ids) - 1 - self.head.cache.cached_len(requests[b].request_id)
-            if len(hidden[0][b]) < num_new:
-                raise RuntimeError("the features do not continue where the last ones ended")
-            for each in states:  # the cache has some of them where a prompt was cached
-                each[b] = each[b][len(each[b]) - num_new :]
+            features[b] = newest([each[b] for each in hidden], num_new)
         # Few new features share the block's pass. Those of a prompt are read before, and so is what no block follows.
-        before = [b for b in known if b not in able or len(states[0][b]) > CHUNK]
+        before = [b for b in known if b not in draftable or len(features[b][0]) > CHUNK]
         if before:
-            self.head.extend([requests[b].request_id for b in before], [[each[b] for each in states] for b in before])
-        if not able:
+            self.head.extend([requests[b].request_id for b in before], [features[b] for b in before])
+        if not draftable:
             return Proposal.empty(len(requests))
-        none = states[0][able[0]][:0]
-        features = [[none if b in before else each[b] for each in states] for b in able]
-        counts = [limits[b] for b in able]
-        ids = [requests[b].request_id for b in able]
-        out = self.head.draft(ids, features, [requests[b].token_ids[-1] for b in able], counts)
-        drafts, probs = self._picked(context, able, out)  # the sampler names requests whose logits are NaN or infinite
+        none = [each[:0] for each in features[draftable[0]]]
+        counts = [limits[b] for b in draftable]
+        ids, last = [requests[b].request_id for b in draftable], [requests[b].token_ids[-1] for b in draftable]
+        out = self.head.draft(ids, [none if b in before else features[b] for b in draftable], last, counts)
+        drafts, probs = self._picked(context, draftable, out)  # the sampler names requests whose logits are NaN or infinite
         lens = torch.zeros(len(requests), dtype=torch.long)
-        lens[able] = torch.tensor(counts)
+        lens[draftable] = torch.tensor(counts)
         return Proposal(drafts, lens, probs)
 
-    def _picked(self, context: Context, able: Sequence[int], out: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _picked(self, context: Context, draftable: Sequence[int], out: Tensor) -> tuple[Tensor, Tensor | None]:
         """Pick drafts [B, K], one after another, and return their distributions unless they are point masses.
 
-        ``out`` [A, K, H]: the head's output for each draft of the requests ``able``.
+        ``out`` [A, K, H]: the head's output for each draft of the requests ``draftable``.
         """
         batch = len(context.requests)
         logits = self.head.head.logits(out)  # [A, K, Vd]
         drafts = torch.zeros(batch, out.shape[1], dtype=torch.long, device=out.device)
-        previous = torch.tensor([context.requests[b].token_ids[-1] for b in able], device=out.device)
+        previous = torch.tensor([context.requests[b].token_ids[-1] for b in draftable], device=out.device)
         probs: list[Tensor] = []
         for step in range(out.shape[1]):
             own = self.head.after(out[:, step : step + 1], logits[:, step : step + 1], previous[:, None])
-            pick(context.sampler, scatter_rows(own, able, batch), drafts, step, probs)
-            previous = drafts[:, step] if len(able) == batch else drafts[able, step]
+            pick(context.sampler, scatter_rows(own, draftable, batch), drafts, step, probs)
+            previous = drafts[:, step] if len(draftable) == batch else drafts[draftable, step]
         return drafts, torch.cat(probs, 1) if probs else None
 
-    def warmup(self, k: int, batch: int) -> None:
+    def prepare(self) -> None:
         self.head.prepare()
 
     def start(self, request: Request) -> int:

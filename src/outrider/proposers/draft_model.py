@@ -29,7 +29,7 @@ from outrider.runner.loading import context_length, load_config, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
 from outrider.runner.quantized import packed_bytes, round_weights
 from outrider.runner.self_draft import SelfDraft
-from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
+from outrider.runner.tokenizers import check_same_files, check_same_vocabulary, has_tokenizer, load_tokenizer
 from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict
 
 logger = logging.getLogger(__name__)
@@ -100,6 +100,8 @@ class DraftModelProposer(Proposer):
         partial = self.draft.rollout(context.request_ids, list(sequences.values()), k, next_token)
         made = torch.tensor(lens if chains is None else chains.lens)
         drafts = drafts[:, : int(made.max())]
+        if chains is not None and sampler.is_deterministic:
+            stops.store_point_masses(context.request_ids, drafts.tolist())
         proposal = Proposal(drafts, made, torch.cat(probs, 1) if probs else None, partial_pass=partial)
         return proposal.scatter(rows, batch)
 
@@ -156,7 +158,7 @@ class DraftModelProposer(Proposer):
         for stops in self._stops.values():
             stops.learn(context, verdict)
 
-    def warmup(self, k: int, batch: int) -> None:
+    def prepare(self) -> None:
         self.draft.prepare()
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -199,13 +201,14 @@ class DraftModelMethod(MethodSpec):
         if setting.tokenizer is not None and tokenizer is not None:
             difference = check_same_vocabulary(setting.tokenizer, tokenizer)
             if difference is not None:
-                logger.info("draft and target: %s; next to them fewer drafts are accepted", difference)
+                logger.info("draft and target: %s; fewer drafts are accepted next to these tokens", difference)
         draft = load_draft(setting, options)
         own = draft.vocab_size
         if isinstance(draft, ParallelDraft) and draft.mask_token == own - 1 == setting.target.vocab_size:
             own -= 1  # the mask token was added to the target's vocabulary
-        if tokenizer is None and own != setting.target.vocab_size:
-            raise OutriderError(f"vocabulary sizes differ: {setting.target.vocab_size} in the target, {own} in the draft")
+        if (setting.tokenizer is None or tokenizer is None) and own != setting.target.vocab_size:
+            sizes = f"{setting.target.vocab_size} in the target, {own} in the draft"
+            raise OutriderError(f"vocabulary sizes differ: {sizes}; if one is padded, pass tokenizer= and draft_tokenizer=")
         return DraftModelProposer(draft, setting.target.vocab_size)
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
@@ -231,7 +234,7 @@ class DraftModelMethod(MethodSpec):
         except OutriderError:  # such as offline
             is_parallel = bool(options.parallel)
         else:
-            is_parallel = drafts_at_once(config, options, setting.draft)
+            is_parallel = drafts_in_parallel(config, options, setting.draft)
         kind = ParallelModel if is_parallel else SmallModel
         return kind(str(setting.draft), other_tokenizer=self.other_tokenizer)
 
@@ -241,7 +244,7 @@ class DraftModelMethod(MethodSpec):
         options = setting.config(DraftOptions)
         config = _config_of(setting.draft, setting.target.config.trust_remote_code)
         yield from self.examine_vocabulary(setting, text_config(config))
-        is_parallel = drafts_at_once(config, options, setting.draft)
+        is_parallel = drafts_in_parallel(config, options, setting.draft)
         if is_parallel:
             yield _mask_token(config)
         yield from _compared(text_config(setting.target.model), text_config(config), setting.target.max_len, is_parallel)
@@ -270,10 +273,10 @@ METHOD = DraftModelMethod()
 def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     """Load a draft model with the target's settings, with the bits of the options.
 
-    Raises ``OutriderError`` if loading or ``drafts_at_once`` fails, and for ``bits`` of a draft without the CPU kernels.
+    Raises ``OutriderError`` if loading or ``drafts_in_parallel`` fails, and for ``bits`` of a draft without the CPU kernels.
     """
     target, draft = setting.target.config, setting.draft
-    is_parallel = drafts_at_once(_config_of(draft, target.trust_remote_code), options, draft)
+    is_parallel = drafts_in_parallel(_config_of(draft, target.trust_remote_code), options, draft)
     kind = ParallelDraft if is_parallel else ModelRunner
     runner = kind.load(draft, target.for_draft())  # type: ignore[arg-type]
     before = packed_bytes(runner.model)
@@ -289,7 +292,7 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     return runner
 
 
-def drafts_at_once(config: PreTrainedConfig, options: DraftOptions, draft: object) -> bool:
+def drafts_in_parallel(config: PreTrainedConfig, options: DraftOptions, draft: object) -> bool:
     """Return whether a draft with this config makes all drafts of a round in one pass.
 
     Raises ``OutriderError`` if ``parallel=true`` requests it and the config has no mask token.
@@ -307,19 +310,22 @@ def drafts_at_once(config: PreTrainedConfig, options: DraftOptions, draft: objec
 
 
 def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
-    """Return the draft's tokenizer: the given one, or that in its folder or repository, if any.
+    """Return the draft's tokenizer: the given one, or that in its folder or repository; None if there are no such files.
 
-    Raises ``OutriderError`` for an invalid draft.
+    Raises ``OutriderError`` for an invalid draft, and for a tokenizer that cannot be loaded.
     """
     draft = setting.draft
     if not isinstance(draft, (str, Path, PreTrainedModel)):
         raise OutriderError(f"invalid draft {shown(draft)}: expected a folder, a hub id or a loaded model")
     if setting.draft_tokenizer is not None:
         return setting.draft_tokenizer
+    source = str(getattr(draft, "name_or_path", draft))
     try:
-        return gguf.load_tokenizer(str(getattr(draft, "name_or_path", draft)), setting.target.config.trust_remote_code)
-    except Exception:  # loading the model reports the reason
-        return None
+        return load_tokenizer(source, setting.target.config.trust_remote_code)
+    except OutriderError:
+        if has_tokenizer(source):
+            raise
+        return None  # loading the model reports what else is wrong with its folder
 
 
 def _config_of(draft: object, trust_remote_code: bool = False) -> PreTrainedConfig:

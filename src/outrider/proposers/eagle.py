@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from outrider.heads import eagle_formats, findings
 from outrider.heads.checkpoint import EAGLE, measured_acceptance
 from outrider.heads.eagle import EagleHead
@@ -65,7 +67,8 @@ class EagleMethod(HeadMethod):
         setting = setting.of(self)
         target, head = setting.target, setting.draft
         if not isinstance(head, EagleHead):
-            head = self.load(folder_of(setting), target).head
+            with torch.device("meta"):  # headers only
+                head = eagle_formats.load(folder_of(setting), target)
         states = setting.config(EagleConfig).hidden_states or head.shape.hidden_states
         if head.shape.generation != 3:
             return []

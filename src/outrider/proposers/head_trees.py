@@ -17,23 +17,13 @@ import torch
 from torch import Tensor
 
 from outrider.heads.feature_head import RolloutHead
-from outrider.heads.head_runner import RolloutRunner, Step
+from outrider.heads.head_runner import RolloutRunner, Step, newest
 from outrider.options import option, whole
-from outrider.proposers.base import Proposer
-from outrider.proposers.tree_chances import (
-    RATES,
-    Calibration,
-    Drafted,
-    DrawnTree,
-    Floats,
-    GrownTree,
-    SiblingRates,
-    learn_from,
-)
-from outrider.proposers.tree_sizes import TreeCosts, TreeSizeConfig, TreeSizes
+from outrider.proposers.tree_chances import RATES, Calibration, Drafted, DrawnTree, Floats, GrownTree, SiblingRates
+from outrider.proposers.tree_sizes import TreeCosts, TreeProposer, TreeSizeConfig
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
-from outrider.types import Context, Proposal, Request, RequestFault, Verdict, scatter_rows
+from outrider.types import Context, Proposal, Request, RequestFault, scatter_rows
 
 
 @dataclass(frozen=True)
@@ -49,11 +39,8 @@ class TreeConfig(TreeSizeConfig):
     )
 
 
-class HeadProposer(Proposer):
+class HeadProposer(TreeProposer):
     """Drafts with a head over the target's hidden states, which has its own KV cache."""
-
-    drafts_trees = True
-    samples_drafts = True
 
     def __init__(
         self,
@@ -67,31 +54,26 @@ class HeadProposer(Proposer):
         head.check_fit(target)
         if not target.supports_trees:  # the engine would reduce each tree to its first path
             config = replace(config, top_k=1, acceptance=config.acceptance[:1])
-        self.needs_hidden = hidden_states or head.hidden_states
         self.head = runner(head, target, config.bits)
+        super().__init__(target, config.max_nodes, hidden_states or head.hidden_states)
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size
-        self._sizes = TreeSizes(target, config.max_nodes, self.needs_hidden)
         self._rates = SiblingRates([config.acceptance] * config.max_depth)
         self._calibrations = {is_greedy: Calibration() for is_greedy in (True, False)}
-        self._drafted: dict[str, Drafted] = {}  # trees of this round, until the verdict
         self._sources: dict[str, str] = {}  # sample that the head has not read yet -> request with the same prompt
-
-    def num_nodes(self, k: int) -> int:
-        return self._sizes.expected(k)
 
     def propose(self, context: Context, k: int) -> Proposal:
         started = perf_counter()
         # A request has no hidden states before the target has prefilled its prompt.
-        able = [b for b in range(len(context.requests)) if len(context.hidden[self.needs_hidden[0]][b])]
-        k = min(k, self.max_drafts, max((context.limits[b] for b in able), default=0))
+        draftable = [b for b in range(len(context.requests)) if len(context.hidden[self.needs_hidden[0]][b])]
+        k = min(k, self.max_drafts, max((context.limits[b] for b in draftable), default=0))
         self._drafted = {}
-        if not able:
+        if not draftable:
             return Proposal.empty(len(context.requests))
-        root = self._read(context, able)
+        root = self._read(context, draftable)
         if k <= 0:
             return Proposal.empty(len(context.requests))
-        round_ = _Round(context, able, k, self._vocab_size)
+        round_ = _Round(context, draftable, k, self._vocab_size)
         if context.sampler.is_deterministic:
             calibration = self._calibrations[all(request.params.is_greedy for request in context.requests)]
             found = _Candidates(self._sizes.max_nodes, calibration, self._sizes.costs(context), started)
@@ -104,7 +86,7 @@ class HeadProposer(Proposer):
             depth = num_steps = max(shape.depths)
             if not self._sizes.is_fixed:  # a fixed tree keeps the output of a seed independent of other requests
                 lens = proposal.lens.tolist()
-                drawn = zip(round_.ids, [lens[b] for b in able], strict=True)
+                drawn = zip(round_.ids, [lens[b] for b in draftable], strict=True)
                 self._drafted = {request_id: DrawnTree(shape, count, self._rates) for request_id, count in drawn}
         self._sizes.learn(int(proposal.lens.max()), max(depth, 1), num_steps, started)
         return proposal
@@ -115,19 +97,19 @@ class HeadProposer(Proposer):
     def fork(self, source_id: str, request: Request) -> None:
         self._sources[request.request_id] = source_id
 
-    def _read(self, context: Context, able: list[int]) -> Step:
+    def _read(self, context: Context, draftable: list[int]) -> Step:
         """Process new hidden states; return the head's step after each request's last token, [A]."""
-        step = self._extended(context, able)
+        step = self._extended(context, draftable)
         is_finite = torch.isfinite(step.feedback).all(-1).tolist()
         if not all(is_finite):
-            broken = [context.requests[b].request_id for b, is_fine in zip(able, is_finite, strict=True) if not is_fine]
+            broken = [context.requests[b].request_id for b, is_fine in zip(draftable, is_finite, strict=True) if not is_fine]
             raise RequestFault(broken, "the head's output is NaN or infinite")
         return step
 
-    def _extended(self, context: Context, able: list[int]) -> Step:
+    def _extended(self, context: Context, draftable: list[int]) -> Step:
         """See ``_read``. A prompt is read once for all its samples: for the one from which the others were forked."""
-        samples = [b for b in able if context.requests[b].request_id in self._sources]
-        rest = [b for b in able if b not in samples]
+        samples = [b for b in draftable if context.requests[b].request_id in self._sources]
+        rest = [b for b in draftable if b not in samples]
         steps = []
         for rows in filter(None, (rest, samples)):  # a prompt before its samples
             for b in rows:
@@ -153,18 +135,11 @@ class HeadProposer(Proposer):
         tokens, features = [], []
         for b, request in zip(rows, requests, strict=True):
             text = request.token_ids[self.head.cache.cached_len(request.request_id) + 1 :]
-            new = [context.hidden[index][b] for index in self.needs_hidden]
-            if len(new[0]) < len(text):  # more where entries of the prompt were copied
-                raise RuntimeError("the features do not continue where the last ones ended")
             tokens.append(text)
-            features.append([each[len(each) - len(text) :] for each in new])
+            features.append(newest([context.hidden[index][b] for index in self.needs_hidden], len(text)))
         return self.head.extend([request.request_id for request in requests], tokens, features)
 
-    def commit(self, context: Context, verdict: Verdict) -> None:
-        """Update the acceptance estimates from the verdict."""
-        learn_from(self._drafted, context, verdict)
-
-    def warmup(self, k: int, batch: int) -> None:
+    def prepare(self) -> None:
         self.head.prepare()
 
     def retire(self, request_ids: Sequence[str]) -> None:
@@ -180,23 +155,23 @@ class HeadProposer(Proposer):
 class _Round:
     """The A of B requests of a round that can be drafted for."""
 
-    def __init__(self, context: Context, able: list[int], k: int, vocab_size: int) -> None:
-        self.batch, self.able, self.k, self.vocab_size = len(context.requests), able, k, vocab_size
+    def __init__(self, context: Context, draftable: list[int], k: int, vocab_size: int) -> None:
+        self.batch, self.draftable, self.k, self.vocab_size = len(context.requests), draftable, k, vocab_size
         self.sampler = context.sampler
-        self.ids = [context.requests[b].request_id for b in able]
-        self.limits = [min(k, context.limits[b]) for b in able]
-        self.is_whole = len(able) == self.batch
+        self.ids = [context.requests[b].request_id for b in draftable]
+        self.limits = [min(k, context.limits[b]) for b in draftable]
+        self.is_whole = len(draftable) == self.batch
 
     def spread(self, values: Tensor, fill: int = 0) -> Tensor:
         """[A, ...] -> [B, ...]; the rows of other requests are ``fill``."""
-        return scatter_rows(values, self.able, self.batch, fill)
+        return scatter_rows(values, self.draftable, self.batch, fill)
 
     def pick(self, values: Tensor) -> Tensor:
         """[B, ...] -> [A, ...]."""
-        return values if self.is_whole else values[self.able]
+        return values if self.is_whole else values[self.draftable]
 
 
-def _grown(sees: Tensor, parent: Tensor, width: int) -> Tensor:
+def _extended_mask(sees: Tensor, parent: Tensor, width: int) -> Tensor:
     """Extend the attention mask ``sees`` over earlier drafts, [A, P, M], by a level of W nodes: bool [A, W, M + W]."""
     own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(parent.shape[0], -1, -1)
     return torch.cat((_children_of(sees, parent), own), -1)
@@ -209,12 +184,12 @@ def _children_of(values: Tensor, parent: Tensor) -> Tensor:
 
 def _confident_tree(head: RolloutRunner, round_: _Round, root: Step, top_k: int, found: _Candidates) -> Proposal:
     """Expand and re-rank (EAGLE-2, sections 4.1 and 4.2), as long as another level pays."""
-    num_able, device = len(round_.able), root.logits.device
-    beam = torch.full((num_able, 1), -1, device=device)  # [A, W]: candidate index of each expanded node; -1: the root
-    nodes = parents = torch.zeros(num_able, 0, dtype=torch.long, device=device)  # expanded so far, for the sampler
-    sees = torch.zeros(num_able, 1, 0, dtype=torch.bool, device=device)
-    at = torch.zeros(num_able, 1, dtype=torch.float64, device=device)
-    step = root.view(num_able, 1)  # [A, W]
+    num_draftable, device = len(round_.draftable), root.logits.device
+    beam = torch.full((num_draftable, 1), -1, device=device)  # [A, W]: candidate index of each expanded node; -1: the root
+    nodes = parents = torch.zeros(num_draftable, 0, dtype=torch.long, device=device)  # expanded so far, for the sampler
+    sees = torch.zeros(num_draftable, 1, 0, dtype=torch.bool, device=device)
+    at = torch.zeros(num_draftable, 1, dtype=torch.float64, device=device)
+    step = root.view(num_draftable, 1)  # [A, W]
     for depth in range(1, round_.k + 1):
         first_node = nodes.shape[1] - step.logits.shape[1]  # of the level, in ``nodes``; -1: the root
         logits, drafts, above = round_.spread(step.logits), round_.spread(nodes), round_.spread(parents, fill=-1)
@@ -229,7 +204,7 @@ def _confident_tree(head: RolloutRunner, round_: _Round, root: Step, top_k: int,
         at, chosen = values.topk(min(top_k, values.shape[1]), -1)  # [A, W]
         beam, in_level = first + chosen, chosen // most
         token_ids = found.tokens.gather(1, beam)
-        sees = _grown(sees, in_level, token_ids.shape[1])
+        sees = _extended_mask(sees, in_level, token_ids.shape[1])
         nodes, parents = torch.cat((nodes, token_ids), 1), torch.cat((parents, in_level + first_node), 1)
         step = head.level(round_.ids, token_ids, _children_of(step.feedback, in_level), depth, sees)
     return found.proposal(round_)
@@ -251,8 +226,8 @@ class _Candidates:
         self._confidences: list[Floats] = []  # per level, [A, W * top_k]
 
     def chances(self, confidences: Tensor) -> Tensor:
-        """Return float64 [A, W, top_k]: the probability that each node is accepted after its parent."""
-        found = confidences.double().cpu().numpy()
+        """Return float64 [A, W, top_k]: the probability that each node is accepted after its parent; 0 for NaN confidences."""
+        found = np.nan_to_num(confidences.double().cpu().numpy())
         self._confidences.append(found.reshape(len(found), -1))
         return torch.from_numpy(self._calibration.chances(found)).to(confidences.device)
 
@@ -294,7 +269,7 @@ class _Candidates:
         tokens, above, confidences = self.tokens.tolist(), self.parents.tolist(), np.concatenate(self._confidences, 1).tolist()
         token_ids = torch.zeros(round_.batch, size, dtype=torch.long)
         parents, lens = torch.full_like(token_ids, -1), torch.zeros(round_.batch, dtype=torch.long)
-        for a, b in enumerate(round_.able):
+        for a, b in enumerate(round_.draftable):
             ranked = zip(best.indices[a, :size].tolist(), best.values[a, :size].tolist(), strict=True)
             kept = [node for node, value in ranked if value > -1e30]
             kept.sort(key=lambda node: self.depths[node])  # stable sort: by value within a depth
@@ -317,7 +292,7 @@ def _drawn_tree(head: RolloutRunner, round_: _Round, root: Step, shape: TreeShap
     """Sample a tree of the shape level by level, up to each request's maximum depth."""
     proposal = draw_tree(shape, round_.sampler, round_.batch, _Levels(head, round_, root, shape))
     lens = torch.zeros(round_.batch, dtype=torch.long)
-    lens[round_.able] = torch.tensor([shape.cut(limit) for limit in round_.limits])
+    lens[round_.draftable] = torch.tensor([shape.cut(limit) for limit in round_.limits])
     return replace(proposal, lens=lens)
 
 
@@ -327,8 +302,8 @@ class _Levels:
     def __init__(self, head: RolloutRunner, round_: _Round, root: Step, shape: TreeShape) -> None:
         """``root`` [A]: the head's step after the root."""
         self._head, self._round, self._shape = head, round_, shape
-        self._step = root.view(len(round_.able), 1)  # [A, I]
-        self._sees = torch.zeros(len(round_.able), 1, 0, dtype=torch.bool, device=root.logits.device)
+        self._step = root.view(len(round_.draftable), 1)  # [A, I]
+        self._sees = torch.zeros(len(round_.draftable), 1, 0, dtype=torch.bool, device=root.logits.device)
         self._inner: list[int] = []
 
     def __call__(self, inner: list[int], token_ids: Tensor) -> Tensor:
@@ -336,8 +311,8 @@ class _Levels:
         if self._inner:
             round_ = self._round
             in_level = torch.tensor([self._inner.index(self._shape.parents[node]) for node in inner], device=token_ids.device)
-            in_level = in_level.expand(len(round_.able), -1)
-            self._sees = _grown(self._sees, in_level, len(inner))
+            in_level = in_level.expand(len(round_.draftable), -1)
+            self._sees = _extended_mask(self._sees, in_level, len(inner))
             above = _children_of(self._step.feedback, in_level)
             depth = self._shape.depths[inner[0]]
             self._step = self._head.level(round_.ids, round_.pick(token_ids)[:, inner], above, depth, self._sees)

@@ -53,15 +53,11 @@ class LowBitMethod(MethodSpec):
         """Log the added memory, then quantise. Raises ``OutriderError`` if the target does not use the CPU kernels."""
         target, config = setting.target, setting.config(LowBitConfig)
         if not is_packed(target.model):
-            raise OutriderError(
-                f"low-bit needs a target that runs on Outrider's CPU kernels; {target.name} is on"
-                f" {target.device.type}" + (", quantised or without a C++ compiler" if target.device.type == "cpu" else "")
-            )
-        if target.config.bits is not None and config.bits >= target.config.bits:
-            own = target.config.weights
-            raise OutriderError(f"invalid bits {config.bits}: expected fewer than the target's, which has weights={own}")
+            device = target.device.type
+            why = "without them, because it is quantised or there is no C++ compiler" if device == "cpu" else f"on {device}"
+            raise OutriderError(f"low-bit needs a target on Outrider's CPU kernels: {target.name} runs {why}")
         if not gets_fewer_bits(target.model, config.bits):
-            raise OutriderError(f"invalid bits {config.bits}: expected fewer than the target's, whose checkpoint is quantised")
+            raise OutriderError(f"invalid bits {config.bits}: expected fewer than the target's weights have")
         added = quantized_bytes(target.model, config.bits)
         logger.info("the %d-bit drafting weights add %.0f MB of memory", config.bits, added / 1e6)
         passes = PassRunner(quantized_copy(target.model, config.bits), target.cache, target.config.compile)

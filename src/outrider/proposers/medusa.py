@@ -22,16 +22,15 @@ from outrider.heads.checkpoint import MEDUSA
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import postprocess_of
 from outrider.options import option, several
-from outrider.proposers.base import Proposer
 from outrider.proposers.head_method import HeadMethod, Loaded
 from outrider.proposers.portable import ParallelHeads
 from outrider.proposers.recognition import TargetFiles
-from outrider.proposers.tree_chances import RATES, Drafted, DrawnTree, SiblingRates, learn_from
-from outrider.proposers.tree_sizes import TreeSizeConfig, TreeSizes
+from outrider.proposers.tree_chances import RATES, Drafted, DrawnTree, SiblingRates
+from outrider.proposers.tree_sizes import TreeProposer, TreeSizeConfig
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import place_head
-from outrider.types import Context, Proposal, Request, Verdict, scatter_rows
+from outrider.types import Context, Proposal, Request, scatter_rows
 
 # For heads without measured accuracies: those of the first head by rank, and their ratio between successive heads.
 TYPICAL_ACCURACIES = (0.55, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.01)
@@ -49,19 +48,17 @@ class MedusaConfig(TreeSizeConfig):
     )
 
 
-class MedusaProposer(Proposer):
+class MedusaProposer(TreeProposer):
     """Drafts a tree of the heads' candidates in one step, without a cache."""
 
     name = "medusa"
-    drafts_trees = True
-    samples_drafts = True
 
     def __init__(self, heads: MedusaHeads, target: ModelRunner, config: MedusaConfig = MedusaConfig()) -> None:
         """Raise ``OutriderError`` for heads that do not fit the target."""
         check_fit(heads, target)
         self.heads, self.dtype = heads, place_head(heads, target.model, config.bits)
         self.device = target.device
-        self.needs_hidden = (target.num_layers,)
+        super().__init__(target, config.max_nodes, (target.num_layers,))
         count = heads.shape.num_heads
         typical = tuple(tuple(ACCURACY_DECAY**head * each for each in TYPICAL_ACCURACIES) for head in range(count))
         # A small vocabulary has fewer candidates than ranks.
@@ -69,11 +66,6 @@ class MedusaProposer(Proposer):
         self._rates = {is_drawn: SiblingRates(measured) for is_drawn in (False, True)}
         self.max_drafts = min(count, len(measured))
         self._postprocess, self._vocab_size = postprocess_of(target.model), target.vocab_size
-        self._drafted: dict[str, Drafted] = {}  # trees of this round, until the verdict
-        self._sizes = TreeSizes(target, config.max_nodes, self.needs_hidden)
-
-    def num_nodes(self, k: int) -> int:
-        return self._sizes.expected(k)
 
     def start(self, request: Request) -> int:
         """See ``Proposer.start``: the heads read the last token's hidden state only."""
@@ -85,41 +77,37 @@ class MedusaProposer(Proposer):
         (states,) = (context.hidden[index] for index in self.needs_hidden)
         k = min(k, self.max_drafts, max(context.limits))
         # A request has no hidden states before the target has prefilled its prompt.
-        able = [b for b, each in enumerate(states) if len(each) and context.limits[b] > 0]
-        if k <= 0 or not able:
+        draftable = [b for b, each in enumerate(states) if len(each) and context.limits[b] > 0]
+        if k <= 0 or not draftable:
             return Proposal.empty(len(states))
         is_drawn = not context.sampler.is_deterministic
         rates = self._rates[is_drawn]
         shape = self._sizes.shape(rates.table[:k], context, is_levelwise=False)
-        last = torch.stack([states[b][-1] for b in able]).to(self.device, self.dtype)  # [A, H]
-        lens = torch.tensor([shape.cut(min(k, limit)) if b in able else 0 for b, limit in enumerate(context.limits)])
+        last = torch.stack([states[b][-1] for b in draftable]).to(self.device, self.dtype)  # [A, H]
+        lens = torch.tensor([shape.cut(min(k, limit)) if b in draftable else 0 for b, limit in enumerate(context.limits)])
         drafted: Sequence[Drafted]
         if is_drawn:
-            logits = self._distributions(last, able, len(states), max(shape.depths))
+            logits = self._distributions(last, draftable, len(states), max(shape.depths))
             proposal = draw_tree(shape, context.sampler, len(states), logits_by_depth(logits, shape))
-            drafted = [DrawnTree(shape, count, rates) for count in lens[able].tolist()]
+            drafted = [DrawnTree(shape, count, rates) for count in lens[draftable].tolist()]
         else:
             found = self.heads.candidates(last, k, 1 + max(shape.ranks))  # [A, heads, ranks]
             token_ids = torch.zeros(len(states), len(shape.parents), dtype=torch.long, device=self.device)
-            token_ids[able] = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
+            token_ids[draftable] = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
             proposal = Proposal(token_ids, lens, None, torch.tensor(shape.parents).repeat(len(states), 1))
             drafted = [_Likeliest(shape, candidates, rates) for candidates in found.tolist()]
         if not self._sizes.is_fixed:  # a fixed tree keeps the output of a seed independent of other requests
-            self._drafted = {context.requests[b].request_id: each for b, each in zip(able, drafted, strict=True)}
+            self._drafted = {context.requests[b].request_id: each for b, each in zip(draftable, drafted, strict=True)}
         self._sizes.learn(len(shape.parents), max(shape.depths), 1, started)
         return replace(proposal, lens=lens)
 
-    def _distributions(self, last: Tensor, able: list[int], batch: int, depth: int) -> Tensor:
+    def _distributions(self, last: Tensor, draftable: list[int], batch: int, depth: int) -> Tensor:
         """Map last hidden states [A, H] to logits [D, B, V] of the first D heads."""
         values = self.heads(last, depth)
         if self._postprocess is not None:
             values = self._postprocess(values)
         logits = self.heads.to_target_vocabulary(values, self._vocab_size)  # [D, A, V]
-        return scatter_rows(logits.transpose(0, 1), able, batch).transpose(0, 1)
-
-    def commit(self, context: Context, verdict: Verdict) -> None:
-        """Update the acceptance estimates from the verdict."""
-        learn_from(self._drafted, context, verdict)
+        return scatter_rows(logits.transpose(0, 1), draftable, batch).transpose(0, 1)
 
 
 class MedusaMethod(HeadMethod):

@@ -46,7 +46,9 @@ class MtpMethod(HeadMethod):
         return Loaded(mtp_formats.load_any(folder, target), "MTP head", {"acceptance": rates})
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
-        """A head of the target's width, recognised by its tensors: configs still name a head that a quantiser has dropped."""
+        """Recognise an MTP head of the target's width by its tensors, because a config may still name a head that quantisation
+        removed.
+        """
         return Recognised("MTP head") if mtp_formats.is_head(folder, target) else None
 
 

@@ -232,7 +232,7 @@ class SuffixProposer(Proposer):
     def __init__(self, config: SuffixConfig = SuffixConfig()) -> None:
         self._config = config
         self.memory = None
-        self._tracks: dict[str, _RequestIndex] = {}
+        self._indexes: dict[str, _RequestIndex] = {}
 
     @property
     def memory(self) -> EarlierTexts | None:
@@ -247,7 +247,7 @@ class SuffixProposer(Proposer):
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         """Store the requests' own token lists; in a round with forced tokens, ``propose`` is given copies."""
         for request in requests:
-            self._track(request)
+            self._index(request)
         return [True] * len(requests)
 
     def propose(self, context: Context, k: int) -> Proposal:
@@ -258,24 +258,24 @@ class SuffixProposer(Proposer):
 
     def release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            self._tracks.pop(request_id, None)
+            self._indexes.pop(request_id, None)
 
     def retire(self, request_ids: Sequence[str]) -> None:
         if self._earlier is not None:
             for request_id in request_ids:
-                if request_id in self._tracks:
-                    self._earlier.add(self._tracks[request_id].token_ids)
+                if request_id in self._indexes:
+                    self._earlier.add(self._indexes[request_id].token_ids)
         self.release(request_ids)
 
-    def _track(self, request: Request) -> _RequestIndex:
-        if request.request_id not in self._tracks:
-            self._tracks[request.request_id] = _RequestIndex(request)
-        return self._tracks[request.request_id]
+    def _index(self, request: Request) -> _RequestIndex:
+        if request.request_id not in self._indexes:
+            self._indexes[request.request_id] = _RequestIndex(request)
+        return self._indexes[request.request_id]
 
     def _drafts(self, request: Request, k: int) -> list[int]:
-        track = self._track(request)
-        track.catch_up(request.token_ids, self._earlier.blocks if self._earlier is not None else ())
-        match, config = track.longest(), self._config
+        index = self._index(request)
+        index.catch_up(request.token_ids, self._earlier.blocks if self._earlier is not None else ())
+        match, config = index.longest(), self._config
         if match.length < config.min_match:
             return []
         k = min(k, int(config.drafts_per_match * match.length))

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from outrider.options import number, several
 from outrider.proposers.trees import TreeShape
-from outrider.types import Context, Verdict
 
 Floats = NDArray[np.float64]
 
@@ -57,13 +56,6 @@ class Calibration:
         chances[confidences <= 0] = 0.0
         return chances
 
-    def chance(self, confidence: float) -> float:
-        """Map the confidence of a likeliest child to its acceptance probability, as ``chances`` does."""
-        below, part = _place(confidence)
-        tried, accepted = self._tried[0], self._accepted[0]
-        chance = accepted[below] / tried[below]
-        return chance + part * (accepted[below + 1] / tried[below + 1] - chance)
-
     def learn(self, confidences: Sequence[float], taken: int | None) -> None:
         """Count the children of one node, likeliest first; ``taken``: index of the accepted one, None if there is none."""
         for rank, confidence in enumerate(confidences):
@@ -88,7 +80,7 @@ def _place(confidence: float) -> tuple[int, float]:
 class SiblingRates:
     """Acceptance rate by depth and rank, given that the parent was accepted.
 
-    Starts from measured accuracies. ``table``: the rates, from which ``trees.grown`` selects the shape of a tree.
+    Starts from measured accuracies. ``table``: the rates, from which ``trees.best_tree`` selects the shape of a tree.
     """
 
     def __init__(self, measured: Sequence[Sequence[float]]) -> None:
@@ -160,19 +152,10 @@ class DrawnTree:
         """See ``Drafted.learn``."""
         ranks: list[int] = []
         taken: list[int | None] = []
-        at = -1
-        for node in (*path, None):
+        for at, node in zip([-1, *path], [*path, None], strict=True):
             siblings = [child for child in self.shape.children(at) if child < self.count]
             if not siblings:
                 break
             ranks.append(len(siblings))
             taken.append(None if node is None else siblings.index(node))
-            at = -1 if node is None else node
         self.rates.learn(ranks, taken)
-
-
-def learn_from(drafted: dict[str, Drafted], context: Context, verdict: Verdict) -> None:
-    """Update estimates from the verdict and remove its requests from ``drafted``, for a proposer's ``commit``."""
-    for request_id, path, token in zip(context.request_ids, verdict.paths, verdict.next_tokens, strict=True):
-        if request_id in drafted:
-            drafted.pop(request_id).learn(path, token)

@@ -13,11 +13,13 @@ from itertools import accumulate
 from time import perf_counter
 
 from outrider.options import option, whole
+from outrider.proposers.base import Proposer
 from outrider.proposers.head_method import HeadConfig
-from outrider.proposers.trees import TreeShape, grown, shape_of
+from outrider.proposers.tree_chances import Drafted
+from outrider.proposers.trees import TreeShape, best_tree, shape_of
 from outrider.runner import ModelRunner
 from outrider.runner.cost_book import CACHE_BUCKET
-from outrider.types import Context
+from outrider.types import Context, Verdict
 
 DECAY = 0.9  # weight of earlier rounds in moving averages
 REFRESH = 16  # rounds after which costs are read again from the cost book
@@ -70,7 +72,7 @@ class TreeSizes:
         self._current: dict[tuple[int, int], tuple[int, TreeCosts]] = {}  # (batch, cache bucket) -> rounds until refresh, costs
         self._step = 0.0  # seconds per drafting step
         self._nodes_per_level = 2.0
-        self._grown: dict[int, tuple[Sequence[Sequence[float]], list[tuple[int, ...]], list[float]]] = {}
+        self._best_trees: dict[int, tuple[Sequence[Sequence[float]], list[tuple[int, ...]], list[float]]] = {}
         self._shapes: dict[tuple[int, int], TreeShape] = {}
         if not self.is_fixed and self._costs.plain_round(1, 0) is None:
             for width in (1, 1 + self.max_nodes):
@@ -99,15 +101,15 @@ class TreeSizes:
         self._nodes_per_level = DECAY * self._nodes_per_level + (1 - DECAY) * num_nodes / depth
 
     def shape(self, acceptance: Sequence[Sequence[float]], context: Context, is_levelwise: bool) -> TreeShape:
-        """Return the shape of the best tree by ``acceptance`` (see ``trees.grown``), which has one row per depth.
+        """Return the shape of the best tree by ``acceptance`` (see ``trees.best_tree``), which has one row per depth.
 
         ``is_levelwise``: whether each level takes one drafting step; otherwise all levels together do.
         """
         k = len(acceptance)
-        if k not in self._grown or self._grown[k][0] != acceptance:
-            self._grown[k] = acceptance, *grown(acceptance, self.max_nodes)
+        if k not in self._best_trees or self._best_trees[k][0] != acceptance:
+            self._best_trees[k] = acceptance, *best_tree(acceptance, self.max_nodes)
             self._shapes = {key: shape for key, shape in self._shapes.items() if key[0] != k}
-        _, paths, gains = self._grown[k]
+        _, paths, gains = self._best_trees[k]
         size, costs = len(paths), self.costs(context)
         if costs is not None:
             depths = accumulate([len(path) for path in paths], max, initial=0)
@@ -119,3 +121,25 @@ class TreeSizes:
         if (k, size) not in self._shapes:
             self._shapes[k, size] = shape_of(paths[:size])
         return self._shapes[k, size]
+
+
+class TreeProposer(Proposer):
+    """Base class of proposers that draft trees of ``TreeSizes`` and learn from their acceptance."""
+
+    drafts_trees = True
+    samples_drafts = True
+
+    def __init__(self, target: ModelRunner, max_nodes: int | None, needs_hidden: tuple[int, ...]) -> None:
+        """``max_nodes``: see ``TreeSizeConfig``."""
+        self.needs_hidden = needs_hidden
+        self._sizes = TreeSizes(target, max_nodes, needs_hidden)
+        self._drafted: dict[str, Drafted] = {}  # request -> its tree of this round, until the verdict
+
+    def num_nodes(self, k: int) -> int:
+        return self._sizes.expected(k)
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        """Update the acceptance estimates from the verdict."""
+        for request_id, path, token in zip(context.request_ids, verdict.paths, verdict.next_tokens, strict=True):
+            if request_id in self._drafted:
+                self._drafted.pop(request_id).learn(path, token)

@@ -31,7 +31,7 @@ class TreeShape:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
 
-def grown(acceptance: Sequence[Sequence[float]], num_nodes: int) -> tuple[list[tuple[int, ...]], list[float]]:
+def best_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> tuple[list[tuple[int, ...]], list[float]]:
     """Return the tree with the most expected accepted drafts (Cai et al. 2024, 2.3.3): nodes, best first, and their gains.
 
     ``acceptance[d][r]``: probability that the draft of rank r at depth d + 1 is accepted, given that its parent was. A node is
@@ -88,7 +88,7 @@ def draw_tree(
         for i, node in enumerate(inner):
             drawn: list[Tensor] = []
             for child in shape.children(node):
-                probs[:, child] = without(base[:, i], torch.cat(drawn, 1) if drawn else None, logits[:, i])
+                probs[:, child] = next_sibling_probs(base[:, i], torch.cat(drawn, 1) if drawn else None, logits[:, i])
                 token_ids[:, child] = sampler.draw(probs[:, child], child)
                 drawn.append(token_ids[:, child : child + 1])
         inner = [node for node in shape.nodes_at(depth) if shape.children(node)]
@@ -97,7 +97,7 @@ def draw_tree(
     return Proposal(token_ids, torch.full((batch,), len(shape.parents)), probs, parents.clone())
 
 
-def without(probs: Tensor, drawn: Tensor | None, logits: Tensor) -> Tensor:
+def next_sibling_probs(probs: Tensor, drawn: Tensor | None, logits: Tensor) -> Tensor:
     """Return the distribution of the next sibling: probs [B, V] without the tokens of earlier siblings [B, R], renormalised.
 
     If no probability is left (greedy rows after the first child, or truncation to fewer tokens than siblings), return a point

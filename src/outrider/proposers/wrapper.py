@@ -47,5 +47,5 @@ class ProposerWrapper(Proposer):
     def num_nodes(self, k: int) -> int:
         return self.inner.num_nodes(k)
 
-    def warmup(self, k: int, batch: int) -> None:
-        self.inner.warmup(k, batch)
+    def prepare(self) -> None:
+        self.inner.prepare()

@@ -1,4 +1,4 @@
-"""Compare tokenizers, and map token ids to bytes.
+"""Load and compare tokenizers, and map token ids to bytes.
 
 A draft with another vocabulary would corrupt every proposal.
 """
@@ -17,8 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from outrider.errors import first_line
+from outrider.hub import TOKENIZER, fetch_configs
+from outrider.memory import on_this_machine
 from outrider.runner import gguf
+from outrider.runner.checkpoint_files import check_config_file
 from outrider.runner.gguf.tokenizer import SPACE
+from outrider.runner.loading import load_config, refuse_missing
 from outrider.types import OutriderError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # compared: the first in both folders
@@ -75,6 +79,39 @@ def check_same_files(target: Path, draft: Path) -> None:
             raise DifferentVocabulary(f"draft and target have different files {name}")
     (target_vocab, added), (draft_vocab, added_to_draft) = _vocabulary(target), _vocabulary(draft)
     _check_learned(target_vocab, draft_vocab, added | added_to_draft)
+
+
+def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder, hub id or GGUF file.
+
+    Raises ``OutriderError`` if there is none, or if it cannot encode text.
+    """
+    refuse_missing(source)
+    fetch_configs(source, TOKENIZER)
+    folder = on_this_machine(source)
+    if folder is not None:
+        check_merges(folder)
+    try:
+        tokenizer = gguf.load_tokenizer(source, trust_remote_code)
+        tokenizer.decode(tokenizer.encode("Text."))  # some errors in the files show only here
+    except BaseException as error:  # broken files can raise anything
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in the tokenizers library
+            raise
+        # AutoTokenizer reads the config too: report an error in the config first
+        if folder is not None and (folder / "config.json").is_file():
+            check_config_file(folder / "config.json")
+        if gguf.find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
+            load_config(source, trust_remote_code)
+        why = first_line(error) if folder is None else tokenizer_problem(folder, error)
+        raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {why}") from error
+    return tokenizer
+
+
+def has_tokenizer(source: str | Path) -> bool:
+    """Return whether a folder, a hub id in the download cache or a GGUF file holds a tokenizer, readable or not."""
+    folder = on_this_machine(source)
+    names = (*TOKENIZER_FILES, "tokenizer_config.json")
+    return gguf.find(source) is not None or (folder is not None and any((folder / name).is_file() for name in names))
 
 
 def check_merges(folder: Path) -> None:

@@ -119,10 +119,9 @@ class Sampler:
     def likeliest(
         self, logits: Tensor, top_k: int, drafts: Tensor | None = None, parents: Tensor | None = None, start: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens int64 [B, M, K] that ``tokens`` most likely returns in a deterministic round, to grow trees.
-
-        And estimates [B, M, K] of these probabilities: the softmax of the scores whose argmax is the token, for greedy rows at
-        temperature 1, with noise if coupled.
+        """Return the K tokens that ``tokens`` most likely returns in a deterministic round, and estimates of their
+        probabilities, int64 and float [B, M, K]. The estimate is the softmax of the scores (greedy rows: at temperature 1;
+        coupled rows: with noise).
         """
         scores = self._scores(logits, drafts, parents, start, _counts(logits, None))
         return self._shaping.likeliest(scores, self._noise_keys(scores.shape[1], parents, start), top_k)

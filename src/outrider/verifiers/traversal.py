@@ -21,7 +21,7 @@ Traversal = Generator[float, bool, End | None]
 
 
 def verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, random: Randomness) -> Verdict:
-    """``target_probs`` [B, N + 1, V]; the proposal has probabilities. See ``Verifier.verify``."""
+    """Verify trees whose drafts have probabilities. ``target_probs``: [B, N + 1, V]."""
     batch, num_nodes = proposal.token_ids.shape
     traversals = [_Tree.of(proposal, parents, target_probs, b).traverse(-1, 1.0) for b in range(batch)]
     chances, ends = [0.0] * batch, dict[int, End]()

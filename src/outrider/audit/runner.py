@@ -23,11 +23,11 @@ from outrider.verifiers.exact import ExactMatchVerifier
 from outrider.verifiers.rejection import RejectionVerifier
 
 WAVES = 12  # batches of samples per prefill of the prompt
-SOURCE_ID = "front"  # id of the request whose cache the samples copy
+SOURCE_ID = "prompt-source"  # id of the request whose cache the samples copy
 
 
 @dataclass(frozen=True)
-class Way:
+class RoundSetup:
     """How to generate: proposer, verifier and drafts per round."""
 
     proposer: Proposer = field(default_factory=PlainProposer)
@@ -36,36 +36,36 @@ class Way:
     coupled: bool = False  # same-text mode: noise keyed by seed and position
 
 
-class Rig:
-    """Run audits on one target: engines that share its runner."""
+class AuditRunner:
+    """Run audits on one target: engines that share its ``ModelRunner``."""
 
-    def __init__(self, runner: ModelRunner, batch: int | None = None) -> None:
-        """``batch``: number of concurrent sequences; None for the runner's maximum."""
-        self.runner, self.batch = runner, batch or runner.max_batch
+    def __init__(self, target: ModelRunner, batch: int | None = None) -> None:
+        """``batch``: number of concurrent sequences; None for the target's maximum."""
+        self.target, self.batch = target, batch or target.max_batch
         self.faults = 0  # rounds with proposer failures so far
 
-    def generate(self, way: Way, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Emission]:
+    def generate(self, setup: RoundSetup, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Emission]:
         """Generate one output per prompt, in batches."""
-        engine, params = self._engine(way), _endless(params)
+        engine, params = self._engine(setup), _endless(params)
         requests = [_request(f"text-{i}", prompt, params, params.seed or 0) for i, prompt in enumerate(prompts)]
         for request in requests:
             engine.add(request)
         return self._finish(engine, requests)
 
     def sample(
-        self, way: Way, prompt: Sequence[int], params: SamplingParams, num_samples: int, length: int, seed: int
+        self, setup: RoundSetup, prompt: Sequence[int], params: SamplingParams, num_samples: int, length: int, seed: int
     ) -> Iterator[list[Sample]]:
         """Yield ``num_samples`` continuations of one prompt in waves; the first ``length`` tokens of each are tested.
 
         One more token is generated, so that the last tested one can also come from a round with drafts.
         """
         params = replace(_endless(params), max_tokens=length + 1)
-        watched = Watched(way.verifier)
-        way = replace(way, verifier=watched)
+        watched = Watched(setup.verifier)
+        setup = replace(setup, verifier=watched)
         for start in range(0, num_samples, self._wave):
             count = min(self._wave, num_samples - start)
             requests = [_request(f"sample-{start + i}", prompt, params, key_of(seed, start + i) >> 1) for i in range(count)]
-            texts = self._run_from_one_prompt(self._engine(way), requests)
+            texts = self._run_from_one_prompt(self._engine(setup), requests)
             yield [_sample(text, watched.notes.get(text.request_id, {}), length) for text in texts]
             watched.notes.clear()
 
@@ -80,23 +80,25 @@ class Rig:
         params = _endless(params)
         for start in range(0, len(texts), self._wave):
             part = texts[start : start + self._wave]
-            requests = [_request(f"led-{i}", prompt, replace(params, max_tokens=len(text)), 0) for i, text in enumerate(part)]
+            requests = [
+                _request(f"replay-{i}", prompt, replace(params, max_tokens=len(text)), 0) for i, text in enumerate(part)
+            ]
             tokens_of = {request.request_id: text for request, text in zip(requests, part, strict=True)}
 
             def shown(requests: Sequence[Request], probs: Tensor) -> None:
                 show([tuple(request.token_ids[request.num_prompt_tokens :]) for request in requests], probs)
 
-            self._run_from_one_prompt(self._engine(Way(verifier=Replay(tokens_of, shown))), requests)
+            self._run_from_one_prompt(self._engine(RoundSetup(verifier=Replay(tokens_of, shown))), requests)
 
     @property
     def _wave(self) -> int:
         return WAVES * max(self.batch - 1, 1)
 
-    def _engine(self, way: Way) -> Engine:
+    def _engine(self, setup: RoundSetup) -> Engine:
         # as in engine.config: lossless verifiers are skipped in deterministic rounds
-        verifiers = way.verifier, ExactMatchVerifier() if way.verifier.lossless else way.verifier
-        scheduler = Scheduler(self.batch, self.runner.max_len)
-        return Engine(self.runner, way.proposer, verifiers, FixedLength(way.k), scheduler, way.coupled)
+        verifiers = setup.verifier, ExactMatchVerifier() if setup.verifier.lossless else setup.verifier
+        scheduler = Scheduler(self.batch, self.target.max_len)
+        return Engine(self.target, setup.proposer, verifiers, FixedLength(setup.k), scheduler, setup.coupled)
 
     def _run_from_one_prompt(self, engine: Engine, requests: Sequence[Request]) -> list[Emission]:
         """Run requests with one prompt: the first prefills it, the others copy its cache while it runs.
@@ -105,7 +107,7 @@ class Rig:
         """
         first = requests[0]
         if len(requests) > self.batch > 1:
-            room = self.runner.max_len - first.num_prompt_tokens
+            room = self.target.max_len - first.num_prompt_tokens
             first = _request(SOURCE_ID, first.token_ids, replace(first.params, max_tokens=room), first.seed)
             engine.add(first)
         for request in requests:

@@ -1,0 +1,124 @@
+"""Audit several methods over one target, and describe the results as one JSON-ready document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from outrider.audit.certificate import audit, document
+from outrider.audit.runner import AuditRunner, RoundSetup
+from outrider.audit.same_text import Grid, SameText
+from outrider.audit.sampling import AuditSettings, ReportProgress
+from outrider.bench.provenance import provenance, same_program
+from outrider.engine.config import build_verifiers
+from outrider.engine.llm import LLM
+from outrider.errors import OutriderError
+from outrider.proposers.base import Proposer
+
+
+@dataclass(frozen=True)
+class Audited:
+    """A target and the methods that are audited with it."""
+
+    llm: LLM
+    proposers: Mapping[str, Proposer]  # by method
+    not_possible: dict[str, str]  # method -> why it cannot be audited
+    models: Mapping[str, Any]  # options of the models
+    sampler: Mapping[str, Any]  # sampler settings, for the document
+
+    def document(self, kind: str, certified: bool, seconds: float, **more: Any) -> dict[str, Any]:
+        """Return a document of this kind with the fields that all documents have."""
+        return {
+            "schema": "outrider-audit/1",
+            "kind": kind,
+            "certified": certified,
+            "target": self.models.get("target") or "embedded",
+            **provenance(self.llm.runner),
+            "seconds": round(seconds, 1),
+            "not_possible": self.not_possible,
+            **more,
+        }
+
+
+def certificates(
+    audited: Audited, settings: AuditSettings, batch: int, report_of: Callable[[str], ReportProgress]
+) -> Iterator[dict[str, Any]]:
+    """Audit each method; yield the document after each certificate, and at the end.
+
+    ``report_of``: returns the callback for the progress of a method.
+    """
+    started, count, found = perf_counter(), len(audited.proposers), list[dict[str, Any]]()
+    settings = replace(settings, alpha=settings.alpha / max(count, 1))  # Bonferroni: the given one holds for the whole audit
+    runner, verifier = AuditRunner(audited.llm.runner, batch), build_verifiers(audited.llm.speculation)[0]
+
+    def whole() -> dict[str, Any]:
+        is_certified = 0 < len(found) == count and all(each["verdict"] == "certified" for each in found)
+        seconds = perf_counter() - started
+        return audited.document("certificate", is_certified, seconds, settings=audited.sampler, methods=found)
+
+    for name, proposer in audited.proposers.items():
+        k = min(settings.k, proposer.max_drafts)
+        setup = RoundSetup(proposer, verifier, k)
+        try:
+            found.append(document(audit(runner, name, setup, replace(settings, k=k), report_of(name))))
+        except OutriderError as error:
+            audited.not_possible[name] = str(error)
+        else:
+            yield whole()
+    yield whole()
+
+
+def plan_of(audited: Audited, grid: Grid) -> dict[str, Any]:
+    """Return what must be the same to continue a grid: its entry in the document."""
+    return {
+        "methods": list(grid.methods),
+        "k": list(grid.lengths),
+        "batches": list(grid.batches),
+        "temperatures": list(grid.temperatures),
+        "prompts": len(grid.prompts),
+        "max_tokens": grid.params.max_tokens,
+        "settings": audited.sampler,
+        "digest": sha256(json.dumps(grid.prompts).encode()).hexdigest()[:16],
+        "models": audited.models,
+        "program": same_program(audited.llm.runner),
+    }
+
+
+def earlier_of(file: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document of an interrupted run of this grid. Raises ``OutriderError`` if the file holds something else."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        differing = [name for name, value in json.loads(json.dumps(plan)).items() if found["grid"].get(name) != value]
+        found |= {"cells": list(found["cells"]), "seconds": float(found["seconds"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise OutriderError(f"{file} was not written by outrider audit --same-text") from None
+    if differing:
+        raise OutriderError(f"{file} was made with other {', '.join(differing)}: use the same options or another --out")
+    return found
+
+
+def same_text(
+    audited: Audited, grid: Grid, earlier: Mapping[str, Any] | None, report: ReportProgress
+) -> Iterator[dict[str, Any]]:
+    """Run the cells of a grid that ``earlier`` lacks; yield the document of all finished cells after each."""
+    earlier = earlier or {"cells": [], "seconds": 0.0}
+    started, plan = perf_counter() - earlier["seconds"], plan_of(audited, grid)
+    comparison = SameText(audited.llm, grid, audited.proposers, earlier["cells"])
+    cells, left, total = comparison.results, comparison.left, len(grid.cells())
+
+    def whole() -> dict[str, Any]:
+        counts = {name: sum(cell[name] for cell in cells) for name in ("differing", "faults")}
+        is_certified = len(cells) == total and not any(counts.values())
+        return audited.document("same-text", is_certified, perf_counter() - started, grid=plan, **counts, cells=cells)
+
+    if cells:
+        yield whole()
+    for cell in left:
+        comparison.run(cell, lambda what: report(what, 0, len(left)))
+        report("", 1, len(left))
+        yield whole()
