@@ -35,7 +35,7 @@ from outrider.runner.checkpoints import modelopt
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.checkpoints.weight import Format
-from outrider.types import OutriderError
+from outrider.types import OutriderError, dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None,
 
 def load_model(
     source: str | Path,
+    config: PreTrainedConfig,
     dtype: torch.dtype | str,
     device: torch.device,
     trust_remote_code: bool = False,
@@ -70,12 +71,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the model in eval mode.
 
-    Raises ``OutriderError``, in one line: no such folder or hub id, not a language model, broken files, or weights that do not
-    match the config.
-
-    ``reader``: of a quantised checkpoint, whose layers then hold what the files store (``checkpoints.stored``).
+    ``config``: that of ``load_config``; ``reader``: of a quantised checkpoint, whose layers then hold what the files store
+    (``checkpoints.stored``). Raises ``OutriderError``, in one line, for broken files and weights that do not match the config.
     """
-    config = load_config(source, trust_remote_code)
     fetch_weights(source)
     check_weight_files(source)
     file = gguf.find(source)
@@ -221,6 +219,17 @@ def refuse_encoders(config: PreTrainedConfig) -> None:
         raise OutriderError(
             f"unsupported model: {kind} with is_decoder=False is bidirectional; expected a decoder-only language model"
         )
+
+
+def refuse_conversion(model: PreTrainedModel, dtype: Any, device: Any) -> None:
+    """Raise ``OutriderError`` for a dtype or device, if not "auto", that differs from a loaded model's own, which it keeps."""
+    if dtype not in ("auto", dtype_name(model.dtype)):
+        raise OutriderError(
+            f"invalid dtype {dtype!r} for a loaded model in {dtype_name(model.dtype)}: omit it, or load the model with that dtype"
+        )
+    wanted = model.device if device == "auto" else torch.device(device)
+    if wanted not in (model.device, torch.device(model.device.type)):  # "cuda" is any GPU
+        raise OutriderError(f"invalid device {device!r} for a loaded model on {model.device}: omit it, or move the model there")
 
 
 def refuse_shared_scales(model: PreTrainedModel) -> None:

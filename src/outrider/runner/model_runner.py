@@ -112,7 +112,7 @@ class ModelRunner:
         growth = loading.growth_of(wanted, reader, config.bits, config.dtype) if device.type == "cpu" else 0.0
         fetch_weights(model, growth)
         refuse_too_large(model, growth)
-        loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code, reader)
+        loaded = loading.load_model(model, wanted, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         own_dtype = loaded.dtype
         linear.fuse_on_gpu(loaded)
@@ -126,6 +126,7 @@ class ModelRunner:
     @classmethod
     def _from_object(cls, model: PreTrainedModel, config: RunnerConfig) -> ModelRunner:
         loading.refuse_encoders(model.config)
+        loading.refuse_conversion(model, config.dtype, config.device)
         if config.weights is not None:
             refuse_rounding(config.weights, model.device, model.config, type(model))
         shape = survey_without_weights(model.config, type(model))
