@@ -193,7 +193,7 @@ def _content_hash(path: Path) -> str:
 
 
 def _discard_older(files: Iterable[Path], seconds: float) -> None:
-    """Delete those of the files that were last changed longer ago than this. Errors are ignored: other processes do the same."""
+    """Delete the files that were last changed longer ago than this. Errors are ignored: other processes do the same."""
     for file in files:
         with suppress(OSError):
             if time.time() - file.stat().st_mtime > seconds:

@@ -110,7 +110,7 @@ class HeadRunner(ABC, Generic[Head]):
         self.cache = KVCache(head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device)
         self.cache.lookahead = self.lookahead
         self.cache.keeps_prefixes = target.cache.keeps_prefixes
-        self._layouts = Layouts(self.cache, self.device, self._max_len)
+        self._layouts = Layouts(self.cache)
         self._rotations: Rotation | None = None  # rotations of the first positions, [S, D]
         self._programs = ProgramRunner(head, lambda _: self._program(), self.cache, target.config.compile)
 

@@ -17,13 +17,12 @@ WEIGHT = 0.1  # weight of a new observation in the running mean
 SPIKE = 1.25  # observations above this multiple of the mean are clipped: mostly interference (compiling, other processes)
 FIRST_SPIKE = 2.0  # the same for the first values of a width; the very first is compared with neighbouring widths
 JUMP = 0.7  # an observation below this multiple of the mean replaces it: the mean was measured while the machine was slow
+COARSE_JUMP, LINE_JUMP = 0.5, 0.25  # the same for verifier and host, and for the first reading of a fitted line
 DEFAULT_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have run
 WIDTH_RESOLUTION = 4  # table entries per unit of width
 UNKNOWN_COST_RATIO = 0.1  # assumed cost of a draft step relative to a plain pass, until one is measured
 MAX_FIRST_CATCH_UP = 0.05  # limit of a proposer's catch-up cost per token, in plain rounds, until it is measured twice
-# Limits of a first reading, in plain rounds, of a draft and of verifier and host in a round with drafts. A higher one, which
-# may include a compilation, is ignored; a second one counts as the limit.
-MAX_FIRST_DRAFT, MAX_FIRST_OVERHEAD = 1.0, 1.0
+CATCH_UP_WEIGHT = 0.5  # weight of a new reading of a proposer's catch-up
 LINE_MEMORY = 0.95  # decay per reading of the earlier readings of a fitted line
 START_WEIGHT = 0.3  # weight of each line's initial point: a draft of -1 tokens takes no time
 LINE_SPIKE = 2.0  # a reading above this multiple of the line is clipped
@@ -191,10 +190,9 @@ class MethodCosts:
         ``k``: the longest draft, or the requested number if none was made; ``plain_round``: seconds of a round without drafts.
         """
         if num_drafting not in self._draft:
-            most = MAX_FIRST_DRAFT * k * plain_round
-            if self._ignores(("drafts", num_drafting), seconds, most):
+            if self._ignores(("drafts", num_drafting), seconds, most=k * plain_round):
                 return
-            seconds = min(seconds, most)
+            seconds = min(seconds, k * plain_round)
         self._draft.setdefault(num_drafting, Line()).add(k, seconds)
 
     def record_drafted_round(self, batch: int, overhead: float, first_layer: int | None, plain_round: float = inf) -> None:
@@ -205,10 +203,9 @@ class MethodCosts:
         if first_layer is not None:
             self._first_layer = first_layer
         if batch not in self._overhead:
-            most = MAX_FIRST_OVERHEAD * plain_round
-            if self._ignores(("overhead", batch), overhead, most):
+            if self._ignores(("overhead", batch), overhead, most=plain_round):
                 return
-            overhead = min(overhead, most)
+            overhead = min(overhead, plain_round)
         _average(self._overhead, batch, overhead)
 
     def record_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
@@ -221,12 +218,15 @@ class MethodCosts:
         if self._catch_up is None:
             self._catch_up = min(each, MAX_FIRST_CATCH_UP * plain_round)
         else:
-            self._catch_up += 0.5 * (min(each, self._last_catch_up) - self._catch_up)
+            self._catch_up += CATCH_UP_WEIGHT * (min(each, self._last_catch_up) - self._catch_up)
         self._last_catch_up = each
         return seconds
 
     def _ignores(self, what: tuple[str, int], seconds: float, most: float) -> bool:
-        """Return whether to ignore a first reading because it is above ``most``: once for each cost."""
+        """Return whether to ignore a first reading above ``most``, which may include a compilation.
+
+        Only once for each cost: a second one counts as ``most``.
+        """
         if seconds <= most or what in self._ignored:
             return False
         self._ignored.add(what)
@@ -397,7 +397,7 @@ class Line:
         memory = LINE_MEMORY
         if self.weight:
             seconds = min(seconds, LINE_SPIKE * self.at(k))
-        if self.weight <= 1.5 and seconds < self.at(k) / 4:
+        if self.weight <= 1.5 and seconds < LINE_JUMP * self.at(k):
             memory = 0.0
         self.weight = memory * self.weight + 1
         self._k = memory * self._k + k
@@ -417,7 +417,7 @@ class Line:
 def _average(means: dict[K, float], key: K, seconds: float) -> None:
     """Add a reading to a running mean: clipped if far above it, replacing it if far below."""
     mean = means.get(key)
-    if mean is not None and seconds >= mean / 2:
+    if mean is not None and seconds >= COARSE_JUMP * mean:
         seconds = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
     means[key] = seconds
 

@@ -225,7 +225,7 @@ def refuse_conversion(model: PreTrainedModel, dtype: Any, device: Any) -> None:
     """Raise ``OutriderError`` for a dtype or device, if not "auto", that differs from a loaded model's own, which it keeps."""
     if dtype not in ("auto", dtype_name(model.dtype)):
         raise OutriderError(
-            f"invalid dtype {dtype!r} for a loaded model in {dtype_name(model.dtype)}: omit it, or load the model with that dtype"
+            f"invalid dtype {dtype!r} for a loaded model in {dtype_name(model.dtype)}: omit it, or load the model with it"
         )
     wanted = model.device if device == "auto" else torch.device(device)
     if wanted not in (model.device, torch.device(model.device.type)):  # "cuda" is any GPU

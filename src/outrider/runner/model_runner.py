@@ -27,7 +27,7 @@ from outrider.runner.cost_book import CostBook
 from outrider.runner.graphs import Run, wait_for
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan
-from outrider.runner.layouts import SHORT, Layouts, rows_from, shared_chunk
+from outrider.runner.layouts import MIN_PREFILL, Layouts, rows_from, shared_chunk
 from outrider.runner.longrope import settle_longrope, usual_window
 from outrider.runner.packed_files import PackedFile
 from outrider.runner.passes import PassRunner
@@ -77,7 +77,7 @@ class ModelRunner:
         self.cache.keeps_prefixes = config.prefix_cache and self._long_texts is None
         if self._long_texts is not None:
             self.cache.on_compact = self._long_texts.keep_rows
-        self.layouts = Layouts(self.cache, device, self.max_len)
+        self.layouts = Layouts(self.cache)
         self.costs = CostBook(self.layouts.is_padded)  # shared by all engines that it serves
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
         # Lengths that a sequence must not cross within a round, because it is then prefilled again with other frequencies.
@@ -252,17 +252,17 @@ class ModelRunner:
         """
         rows = self._rows(request_ids, sequences, hidden)
         uncached = self._num_uncached(sequences, rows)
-        counts = shared_chunk([count if count >= SHORT else 0 for count in uncached], self.config.prefill_chunk)
+        counts = shared_chunk([count if count >= MIN_PREFILL else 0 for count in uncached], self.config.prefill_chunk)
         left = [most - count for most, count in zip(uncached, counts, strict=True)]
         if not self.layouts.is_padded:
             counts = [count if rest else 0 for count, rest in zip(counts, left, strict=True)]
         self._prefill_pass(request_ids, sequences, rows, counts, hidden)
-        return [rest < SHORT for rest in left]
+        return [rest < MIN_PREFILL for rest in left]
 
     def is_prefilled(self, request_ids: Sequence[str], sequences: Sequences) -> list[bool]:
         """Return for each sequence whether at most a few of its tokens are uncached."""
         pairs = zip(request_ids, sequences, strict=True)
-        return [len(text) - 1 - self.cache.cached_len(request_id) < SHORT for request_id, text in pairs]
+        return [len(text) - 1 - self.cache.cached_len(request_id) < MIN_PREFILL for request_id, text in pairs]
 
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> bool:
         """Copy another request's cached prefix to a new request, so that n samples share one prefill.
@@ -409,7 +409,7 @@ class ModelRunner:
         most = 0 if self.layouts.is_padded else self.config.prefill_chunk
         while True:
             uncached = self._num_uncached(sequences, rows)
-            if sum([count for count in uncached if count >= SHORT]) <= most:
+            if sum([count for count in uncached if count >= MIN_PREFILL]) <= most:
                 return
             counts = [min(count, self.config.prefill_chunk) for count in uncached]
             self._prefill_pass(request_ids, sequences, rows, counts, hidden)
