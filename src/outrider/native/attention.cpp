@@ -596,6 +596,7 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
             static_cast<float>(scale), static_cast<float>(softcap), rows.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
             till.const_data_ptr<int64_t>(), places.const_data_ptr<int64_t>(), seen.const_data_ptr<bool>(),
             sinks ? of_sinks.const_data_ptr<float>() : nullptr};
+  const int64_t last = till.numel() > 0 ? till.const_data_ptr<int64_t>()[till.numel() - 1] : 0;
   TORCH_CHECK(pass.key_dim <= kMostDim, "attend: head size over ", kMostDim);
   TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && values.sizes().slice(0, 4) == keys.sizes().slice(0, 4),
               "attend: keys ", keys.sizes(), " and values ", values.sizes(), " are not of one cache");
@@ -603,21 +604,19 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   TORCH_CHECK(pass.key_dim == keys.size(4) && pass.value_dim == values.size(4) && pass.kv_heads == keys.size(2) &&
                   q.size(3) == pass.key_dim && pass.heads % pass.kv_heads == 0 && layer >= 0 && layer < keys.size(0) && v.size(1) == pass.kv_heads,
               "attend: heads of query ", q.sizes(), ", key ", k.sizes(), " and value ", v.sizes(), " do not fit the cache ", keys.sizes());
-  TORCH_CHECK(q.size(0) == 1 && places.numel() == pass.total && till.size(0) == pass.rows && pass.ends[pass.rows - 1] == pass.total,
-              "attend: ", pass.total, " tokens do not stand as their ends say");
+  TORCH_CHECK(q.size(0) == 1 && places.numel() == pass.total && till.size(0) == pass.rows && last == pass.total,
+              "attend: ", pass.total, " tokens, but ends[-1] is ", last);
   for (int64_t b = 0; b < pass.rows; ++b)
     TORCH_CHECK(pass.length(b) >= 0 && pass.length(b) <= pass.width && pass.bases[b] + pass.length(b) <= pass.capacity && pass.cache_rows[b] >= 0 && pass.cache_rows[b] < keys.size(1) &&
                     pass.reach >= pass.width && pass.bases[b] + pass.width >= pass.reach,
-                "attend: the pass does not fit the cache");
+                "attend: request ", b, " does not fit the cache: base ", pass.bases[b], ", length ", pass.length(b), ", capacity ", pass.capacity);
   at::Tensor out = at::empty({1, pass.total, pass.heads, pass.value_dim}, q.options());
   float* to = out.mutable_data_ptr<float>();
   const at::Tensor k_layer = keys.select(0, layer), v_layer = values.select(0, layer);
-  if (keys.scalar_type() == at::kBFloat16)
-    attend_all(pass, queries, new_keys, new_values, k_layer.data_ptr<at::BFloat16>(), v_layer.data_ptr<at::BFloat16>(), to);
-  else if (keys.scalar_type() == at::kHalf)
-    attend_all(pass, queries, new_keys, new_values, k_layer.data_ptr<at::Half>(), v_layer.data_ptr<at::Half>(), to);
-  else
-    attend_all(pass, queries, new_keys, new_values, k_layer.data_ptr<float>(), v_layer.data_ptr<float>(), to);
+  by_number(keys.scalar_type(), [&](auto number) {
+    using Cache = decltype(number);
+    attend_all(pass, queries, new_keys, new_values, k_layer.data_ptr<Cache>(), v_layer.data_ptr<Cache>(), to);
+  });
   return query.scalar_type() == at::kFloat ? out : out.to(query.scalar_type());
 }
 

@@ -917,7 +917,7 @@ at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const st
 
 // x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(first n) * remaining n.
 at::Tensor linear_blocks_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation, int64_t activation_bits) {
-  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_blocks_gated: gates and what they let through take an even number of panels");
+  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_blocks_gated: ", packed.size(0), " panels: expected an even number (gates, then up projections)");
   const Gate gate(activation);
   const at::Tensor out = apply(x, packed, &gate, activation_bits);
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
@@ -977,9 +977,8 @@ void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed) {
 // Round a packed weight, in blocks or of numbers, into rounded uint8 [panels, bytes], which the caller allocates.
 void repack_blocks(const at::Tensor& packed, int64_t inputs, int64_t bits, at::Tensor rounded) {
   TORCH_CHECK(packed.is_contiguous(), "repack_blocks: packed weights are contiguous");
-  if (packed.scalar_type() == at::kBFloat16) return repack_numbers<at::BFloat16>(packed, inputs, bits, rounded);
-  if (packed.scalar_type() == at::kHalf) return repack_numbers<at::Half>(packed, inputs, bits, rounded);
-  if (packed.scalar_type() == at::kFloat) return repack_numbers<float>(packed, inputs, bits, rounded);
+  if (packed.is_floating_point())
+    return by_number(packed.scalar_type(), [&](auto number) { repack_numbers<decltype(number)>(packed, inputs, bits, rounded); });
   const Form form = form_of(packed, inputs);
   const uint8_t* from = packed.const_data_ptr<uint8_t>();
   const auto columns = form.codes == kInt8 ? columns_of_blocks<Bits8> : form.codes == kInt6 ? columns_of_blocks<Bits6> : columns_of_blocks<Bits4>;

@@ -188,11 +188,6 @@ void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inpu
   });
 }
 
-template <typename Weight, typename Ending>
-void linear_of(const Ending ending, const float* x, int64_t rows, const at::Tensor& packed, float* out) {
-  linear_rows(ending, x, rows, packed.size(1), packed.const_data_ptr<Weight>(), packed.size(0), out);
-}
-
 // A weight with grouped inputs, [panels, inputs / n, 32, n]: n inputs of an output are adjacent, two in bfloat16 or four in 8 bits.
 inline bool in_groups(const at::Tensor& packed) { return packed.dim() == 4; }
 inline int64_t together(const at::Tensor& packed) { return in_groups(packed) ? packed.size(3) : 1; }
@@ -269,11 +264,9 @@ void linear_on_vectors(const Ending ending, const float* x, int64_t rows, int64_
                        float* out) {
   if (in_groups(packed) && scales) return linear_of_quads(x, rows, inputs, packed, scales, out);
   if (in_groups(packed)) return linear_of_pairs(ending, x, rows, inputs, packed, out);
-  switch (packed.scalar_type()) {
-    case at::kBFloat16: return linear_of<at::BFloat16>(ending, x, rows, packed, out);
-    case at::kHalf: return linear_of<at::Half>(ending, x, rows, packed, out);
-    default: return linear_of<float>(ending, x, rows, packed, out);
-  }
+  by_number(packed.scalar_type(), [&](auto number) {
+    linear_rows(ending, x, rows, inputs, packed.const_data_ptr<decltype(number)>(), packed.size(0), out);
+  });
 }
 
 // Operands of an operator: rows in float32, and memory for results of `width` numbers each.
@@ -357,7 +350,7 @@ at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at
 // x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(first n) * remaining n. The intermediate result
 // stays in the caches, because writing and reading it takes long in wide passes.
 at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales, std::string_view activation) {
-  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_gated: gates and what they let through take an even number of panels");
+  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_gated: ", packed.size(0), " panels: expected an even number (gates, then up projections)");
   if (scales.has_value()) check_scales(packed, *scales);
   else TORCH_CHECK(packed.is_floating_point(), "linear_gated: weights that are codes need scales");
   const float* scale = scales.has_value() ? scales->const_data_ptr<float>() : nullptr;
@@ -428,12 +421,9 @@ at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed) {
   shape.push_back(inputs);
   at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
   float* to = out.mutable_data_ptr<float>();
-  if (packed.scalar_type() == at::kBFloat16)
-    embed_rows(from, count, packed.const_data_ptr<at::BFloat16>(), inputs, side_by_side, to);
-  else if (packed.scalar_type() == at::kHalf)
-    embed_rows(from, count, packed.const_data_ptr<at::Half>(), inputs, side_by_side, to);
-  else
-    embed_rows(from, count, packed.const_data_ptr<float>(), inputs, side_by_side, to);
+  by_number(packed.scalar_type(), [&](auto number) {
+    embed_rows(from, count, packed.const_data_ptr<decltype(number)>(), inputs, side_by_side, to);
+  });
   return out;
 }
 

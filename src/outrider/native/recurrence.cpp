@@ -37,7 +37,7 @@ struct Requests {  // of one pass: tokens [start, end) of request b have the pos
                 "recurrent layers: layer ", layer, " of ", count, " requests does not fit states ", states.sizes());
     for (int64_t b = 0; b < count; ++b)
       TORCH_CHECK(rows[b] >= 0 && rows[b] < states.size(1) && start(b) <= this->ends[b], "recurrent layers: request ", b, " has no row");
-    TORCH_CHECK(start(count) == tokens, "recurrent layers: ", tokens, " tokens do not stand as their ends say");
+    TORCH_CHECK(start(count) == tokens, "recurrent layers: ", tokens, " tokens, but ends[-1] is ", start(count));
   }
   int64_t start(int64_t b) const { return b ? ends[b - 1] : 0; }
 };
