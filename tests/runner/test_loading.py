@@ -255,7 +255,7 @@ def test_a_16_bit_checkpoint_is_computed_in_float32_unless_bfloat16_is_faster(dt
     runner = ModelRunner.load(tmp_path, RunnerConfig(compile="never", dtype=dtype))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype, "auto")).float()
     rounds = Rounds(runner, model, [make_text(5, 0), make_text(30, 1)])
-    in_pairs = dtype in ("auto", "bfloat16") and kernels.prefers_pairs()
+    in_pairs = dtype in ("auto", "bfloat16") and kernels.has_fast_bfloat16()
     assert runner.dtype == (torch.bfloat16 if in_pairs else torch.float32)
     rounds.step([[5, 6], [7]], [[0], []], [1, 2])
     rounds.step([[5, 6], [7]], [[0], []], [1, 2])

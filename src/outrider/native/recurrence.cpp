@@ -185,9 +185,9 @@ Tensor short_conv(const Tensor& x, const Tensor& weight, const std::optional<Ten
                   int64_t layer, const Tensor& cache_rows, const Tensor& bases, const Tensor& ends) {
   const Requests requests(cache_rows, bases, ends, x.size(1), history, layer);
   const int64_t channels = x.size(2), taps = weight.size(1);
-  const Tensor turned = weight.t().contiguous();  // [K, C]
+  const Tensor transposed = weight.t().contiguous();  // [K, C]
   Tensor out = at::empty_like(x, at::MemoryFormat::Contiguous);
-  const float *xs = x.const_data_ptr<float>(), *w = turned.const_data_ptr<float>();
+  const float *xs = x.const_data_ptr<float>(), *w = transposed.const_data_ptr<float>();
   const float* add = bias ? bias->const_data_ptr<float>() : nullptr;
   float* y = out.data_ptr<float>();
   for (int64_t r = 0; r < requests.count; ++r) {

@@ -183,9 +183,9 @@ def pack_codes(
     torch.ops.outrider.fill_blocks(codes.contiguous(), *stored, group, packed)
     if bases:
         missing = (0, 0, 0, panels * PANEL - outputs)
-        turned = [functional.pad(base, missing).view(panels, PANEL, -1).transpose(1, 2) for base in bases]
+        transposed = [functional.pad(base, missing).view(panels, PANEL, -1).transpose(1, 2) for base in bases]
         start = HEADER + inputs // SPAN * form.base_bytes  # of the blocks
-        packed[:, HEADER:start] = torch.cat(turned, 2).contiguous().view(torch.uint8).flatten(1)
+        packed[:, HEADER:start] = torch.cat(transposed, 2).contiguous().view(torch.uint8).flatten(1)
     return packed
 
 

@@ -68,7 +68,7 @@ class PackedFile:
             return None
         for code, names in ((Path(__file__).parent, CODE), (native.build.FOLDER, NATIVE_CODE)):
             texts += [path.read_text() for name in names for path in sorted(code.glob(name))]
-        versions = [torch.__version__, transformers.__version__, str(kernels.prefers_pairs())]
+        versions = [torch.__version__, transformers.__version__, str(kernels.has_fast_bfloat16())]
         return cls(folder, bits, f"{family}-{_hash(repr(stats), *texts, *versions)}", family)
 
     def load(self, config: PreTrainedConfig, model_class: Any, by_request: bool) -> PreTrainedModel | None:
