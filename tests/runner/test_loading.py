@@ -425,7 +425,7 @@ def test_the_self_check_detects_wrong_passes(kind, wrong, monkeypatch):
     if kind == "mixtral":  # whose routers may differ in bfloat16
         model.to(torch.bfloat16)
     if wrong == "window":
-        monkeypatch.setattr(attention, "reach_of", lambda *_: attention.Reach())
+        monkeypatch.setattr(attention, "range_of", lambda *_: attention.AttentionRange())
     else:
         monkeypatch.setattr("outrider.runner.forward.keeps_logits", lambda _: True)
         forward = type(model).forward

@@ -154,15 +154,15 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
 
 def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: int, window: int, chunk: int) -> Tensor:
     """Return the visibility of slots, bool [B, W, S]. Slot s < base has position s; slot base + j has positions[:, j]."""
-    width, reach = visible.shape[1:]
+    width, mask_slots = visible.shape[1:]
     slot = torch.arange(capacity, device=positions.device)
     own = slot - bases[:, None]  # [B, S]: index within this pass, if 0 <= own < W
     in_pass = (own >= 0) & (own < width)
     index = own.clamp(0, width - 1)
-    column = own + reach - width  # index in visible, if 0 <= column < M
+    column = own + mask_slots - width  # index in visible, if 0 <= column < M
     seen = torch.where(
-        ((column >= 0) & (column < reach))[:, None],
-        visible.gather(2, column.clamp(0, reach - 1)[:, None].expand(-1, width, -1)),
+        ((column >= 0) & (column < mask_slots))[:, None],
+        visible.gather(2, column.clamp(0, mask_slots - 1)[:, None].expand(-1, width, -1)),
         (column < 0)[:, None].expand(-1, width, -1),
     )
     if window > 0 or chunk > 0:

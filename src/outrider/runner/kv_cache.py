@@ -40,7 +40,7 @@ class CacheShape:
     """What the layers of a model store for a token, and where: layers of one shape share a pair of tensors."""
 
     kinds: tuple[tuple[LayerShape, int], ...]  # each shape, and the number of its layers
-    places: tuple[tuple[int, int] | None, ...]  # by layer: its kind and its index in it; None: no entry
+    layer_places: tuple[tuple[int, int] | None, ...]  # by layer: its kind and its index in it; None: no entry
     states: StateShapes = NO_STATES  # of recurrent layers
     # Whether the model uses its own attention code: requests run one after another, each with all its keys and values.
     by_request: bool = False

@@ -68,10 +68,10 @@ class Layouts:
         base_slots, row_ids, end_places, ids, positions = parts
         stops = [base + length for base, length in zip(bases, lens, strict=True)]
         self._cache.reserve(max(stops))
-        self._cache.states.wrote(rows, bases, stops)
+        self._cache.states.record_write(rows, bases, stops)
         positions = positions.clamp_(max=self._cache.max_len - 1)[None]
         stores, shape, visible = self._cache.tensors, self._cache.shape, self.causal(batch, width)
-        layout = PassLayout(stores, shape.places, row_ids, base_slots, end_places, positions, visible, states=shape.states)
+        layout = PassLayout(stores, shape.layer_places, row_ids, base_slots, end_places, positions, visible, states=shape.states)
         return PassInput(ids[None], [0, *ends[:-1]], lens, layout)
 
     def tree(self, chain: PassInput, proposal: Proposal, text_lens: list[int]) -> PassInput:
@@ -90,7 +90,7 @@ class Layouts:
             self._numbers = torch.arange(2 * stop, device=self._device)
         return self._numbers[start:stop]
 
-    def places(self, starts: Sequence[int], lens: Sequence[int]) -> Tensor:
+    def row_indices(self, starts: Sequence[int], lens: Sequence[int]) -> Tensor:
         """Return the ``lens[b]`` integers from ``starts[b]``, for all b."""
         if all([start + length == after for start, length, after in zip(starts, lens, starts[1:], strict=False)]):
             return self.arange(starts[0], starts[-1] + lens[-1])  # one run

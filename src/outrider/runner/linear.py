@@ -52,7 +52,8 @@ class PackedLinear(nn.Module):
             self.out_features, self.in_features = weight.shape
             if packed is None:
                 weight = weight.detach()
-                packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.can_use_bfloat16_products(weight))
+                in_pairs = kernels.can_use_bfloat16_products(weight)
+                packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, in_pairs)
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", None, persistent=False)

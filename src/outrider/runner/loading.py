@@ -160,7 +160,7 @@ def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
     return [key for key, layer in found if int(layer) >= num_layers(config) and layer not in heads]
 
 
-def adopt(model: PreTrainedModel, by_request: bool) -> PreTrainedModel:
+def prepare_for_passes(model: PreTrainedModel, by_request: bool) -> PreTrainedModel:
     """Switch a surveyed model to Outrider's attention and remove its image and audio encoders, in place.
 
     ``by_request``: it keeps its own attention. Raises ``OutriderError`` for a model without a language model head, or with
@@ -279,7 +279,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         hint = "" if on_this_machine(source) is not None else " (neither a local folder nor a reachable hub id)"
         raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
     folder = on_this_machine(source)
-    if folder is not None and quantization_of(config) is None and (stated := modelopt.stated_beside(folder)) is not None:
+    if folder is not None and quantization_of(config) is None and (stated := modelopt.quantization_file_of(folder)) is not None:
         config.quantization_config = stated
     if not trust_remote_code and model_class(config) is None:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")

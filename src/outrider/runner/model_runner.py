@@ -28,7 +28,7 @@ from outrider.runner.graphs import Run, wait_for
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan
 from outrider.runner.layouts import MIN_PREFILL, Layouts, rows_from, shared_chunk
-from outrider.runner.longrope import settle_longrope, usual_window
+from outrider.runner.longrope import split_longrope, usual_window
 from outrider.runner.packed_files import PackedFile
 from outrider.runner.passes import PassRunner
 from outrider.runner.round_hidden import RoundHidden
@@ -73,7 +73,7 @@ class ModelRunner:
         # Recurrent states and models' own masks allow one path only.
         self.supports_trees = not shape.states.kinds and not shape.by_request
         self.max_len = self.cache.max_len  # lower if limited by memory
-        self._long_texts = settle_longrope(model, self.max_len, config.max_batch)
+        self._long_texts = split_longrope(model, self.max_len, config.max_batch)
         self.cache.keeps_prefixes = config.prefix_cache and self._long_texts is None
         if self._long_texts is not None:
             self.cache.on_compact = self._long_texts.keep_rows
@@ -81,7 +81,7 @@ class ModelRunner:
         self.costs = CostBook(self.layouts.is_padded)  # shared by all engines that it serves
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
         # Lengths that a sequence must not cross within a round, because it is then prefilled again with other frequencies.
-        self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.border,)
+        self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.window,)
         self._round_hidden = RoundHidden(copies=self.layouts.is_padded)
         self._round: _PendingScore | None = None
 
@@ -141,7 +141,7 @@ class ModelRunner:
         own_attention = loading.text_config(model)._attn_implementation
         if shape is None:
             shape = survey(model)
-        loading.adopt(model, shape.by_request)
+        loading.prepare_for_passes(model, shape.by_request)
         if linear.is_plain(model) and native.serves(device):
             packing.pack_model(model, config.bits)
         elif config.weights is not None:
@@ -179,7 +179,7 @@ class ModelRunner:
         ``hidden``: the hidden states to report, counted as ``types.Scores`` says; none if no request takes drafts.
         """
         sequences = [request.token_ids for request in context.requests]
-        rows, pending = self.catch_up(context.request_ids, sequences, spare=proposal.num_nodes, hidden=hidden)
+        rows, pending = self.catch_up(context.request_ids, sequences, draft_slots=proposal.num_nodes, hidden=hidden)
         bases, lens = [self.cache.cached_lens[row] for row in rows], proposal.lens.tolist()
         drafts = [nodes[:n] for nodes, n in zip(proposal.token_ids.tolist(), lens, strict=True)]
         tokens = [text + nodes for text, nodes in zip(pending, drafts, strict=True)]
@@ -195,7 +195,7 @@ class ModelRunner:
         # No logits before the roots; padding has logits only to limit the number of shapes.
         roots = [start + at for start, at in zip(inputs.starts, first, strict=True)]
         counts = [width if self.layouts.is_padded else 1 + n for n in lens]
-        places = self.layouts.places(roots, counts)
+        places = self.layouts.row_indices(roots, counts)
         given = inputs.ids if states is None else inputs.join(states)
         logits, found = self.passes.run(given, inputs.layout, hidden, places, span)
         self._round = _PendingScore(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
@@ -282,7 +282,7 @@ class ModelRunner:
 
         All fed tokens count as cached; ``rollback`` rolls back.
         """
-        rows, pending = self.catch_up(request_ids, sequences, spare=0)
+        rows, pending = self.catch_up(request_ids, sequences, draft_slots=0)
         logits, _ = self.feed(self.passes, pending, rows, [self.cache.cached_lens[row] for row in rows])
         for row, text in zip(rows, sequences, strict=True):
             self.cache.cached_lens[row] = len(text)
@@ -304,13 +304,13 @@ class ModelRunner:
         return None  # a separate model runs no part of the target's pass
 
     def catch_up(
-        self, request_ids: Sequence[str], sequences: Sequences, spare: int, hidden: tuple[int, ...] = ()
+        self, request_ids: Sequence[str], sequences: Sequences, draft_slots: int, hidden: tuple[int, ...] = ()
     ) -> tuple[list[int], list[list[int]]]:
         """Prefill uncached tokens beyond one pass. Return the cache rows and the remaining tokens, at least the last one."""
         rows, lens = self._rows(request_ids, sequences, hidden), self.cache.cached_lens
         for row, text in zip(rows, sequences, strict=True):
             self.cache.rollback(row, len(text) - 1)
-        self._prefill(request_ids, sequences, rows, spare, hidden)
+        self._prefill(request_ids, sequences, rows, draft_slots, hidden)
         return rows, [list(text[lens[row] :]) for text, row in zip(sequences, rows, strict=True)]
 
     def prefill_to_last(self, request_ids: Sequence[str], sequences: Sequences, rows: Sequence[int]) -> None:
@@ -332,7 +332,7 @@ class ModelRunner:
         """
         inputs = self.layouts.chain(pending, rows, slots)
         last = [start + len(text) - 1 for start, text in zip(inputs.starts, pending, strict=True)]
-        logits, hidden = passes.run(inputs.ids, inputs.layout, layers, self.layouts.places(last, [1] * len(last)), span)
+        logits, hidden = passes.run(inputs.ids, inputs.layout, layers, self.layouts.row_indices(last, [1] * len(last)), span)
         each = {
             index: [states[start : start + len(text)] for start, text in zip(inputs.starts, pending, strict=True)]
             for index, states in hidden.items()
@@ -348,13 +348,13 @@ class ModelRunner:
         step's tokens are chosen but not fed.
         """
         self.cache.reserve(max(bases) + steps)
-        self.cache.states.wrote(rows, bases, [base + steps - 1 for base in bases])
+        self.cache.states.record_write(rows, bases, [base + steps - 1 for base in bases])
         batch = len(rows)
         # One set of inputs for all steps, updated in place: creating them per step takes half as long as a pass.
         token_ids = torch.empty(1, batch, dtype=torch.long, device=self.device)
         row_ids, slots = torch.tensor([rows, bases], device=self.device)
         every, mask = self.layouts.arange(0, batch), self.layouts.causal(batch, 1)
-        layout = PassLayout(self.cache.tensors, self.cache.shape.places, row_ids, slots, every + 1, slots[None], mask)
+        layout = PassLayout(self.cache.tensors, self.cache.shape.layer_places, row_ids, slots, every + 1, slots[None], mask)
         inputs = [token_ids, *layout.inputs, every, *layout.stores]
         logits, fed = logits.unsqueeze(1), token_ids.view(batch, 1)
         for step in range(steps - 1):
@@ -399,13 +399,13 @@ class ModelRunner:
         return [torch.cat(states) for states in found], LayerSpan(partial.depth)
 
     def _prefill(
-        self, request_ids: Sequence[str], sequences: Sequences, rows: list[int], spare: int, hidden: tuple[int, ...]
+        self, request_ids: Sequence[str], sequences: Sequences, rows: list[int], draft_slots: int, hidden: tuple[int, ...]
     ) -> None:
         """Prefill long uncached sequences in chunks, except for what the following pass can take."""
         longest = max(len(text) for text in sequences)
         if longest > self.max_len:
             raise OutriderError(f"a sequence of {longest} tokens exceeds the context of {self.max_len}")
-        self.cache.reserve(longest + spare + 1)
+        self.cache.reserve(longest + draft_slots + 1)
         most = 0 if self.layouts.is_padded else self.config.prefill_chunk
         while True:
             uncached = self._num_uncached(sequences, rows)
@@ -445,7 +445,7 @@ class ModelRunner:
         limit = 0 if hidden else None
         rows = [self.cache.row_for(request_id, text, limit) for request_id, text in zip(request_ids, sequences, strict=True)]
         if self._long_texts is not None:
-            self._long_texts.settle(rows, sequences, self.cache.cached_lens)
+            self._long_texts.update(rows, sequences, self.cache.cached_lens)
         return rows
 
     def measure_pass(
@@ -458,7 +458,9 @@ class ModelRunner:
         span: LayerSpan = WHOLE,
         passes: PassRunner | None = None,
     ) -> float:
-        """Measure a pass of ``width`` tokens per request over ``cache_len`` cached ones: the fewest seconds of ``repeat`` runs.
+        """Return the seconds of a pass of ``width`` tokens per request over ``cache_len`` cached ones.
+
+        That is the minimum of ``repeat`` runs after one warm-up.
 
         ``hidden``: the hidden states to report; ``span`` must begin at the first layer; ``passes``: instead of the runner's.
         Raises ``OutriderError`` if fewer than ``batch`` rows of the cache are free.

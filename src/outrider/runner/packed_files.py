@@ -79,7 +79,7 @@ class PackedFile:
         try:
             stored = torch.load(path, mmap=True, weights_only=True)
             model = without_weights(config, model_class, stored["dtype"])
-            packing.pack_model(loading.adopt(model, by_request), self.bits)
+            packing.pack_model(loading.prepare_for_passes(model, by_request), self.bits)
             _fill(model, stored["tensors"], path.stat().st_size)
         except Exception as error:  # for example, a file of other code
             if is_out_of_memory(error):  # the file is good, and may be the only way to run the model
