@@ -99,7 +99,7 @@ def test_invalid_gates_are_rejected():
         torch.ops.outrider.linear_gated(x, packed, None, "relu")
     with pytest.raises(RuntimeError, match="no activation relu"):
         torch.ops.outrider.activate(x, "relu")
-    with pytest.raises(RuntimeError, match="even number of panels"):
+    with pytest.raises(RuntimeError, match="expected an even number"):
         torch.ops.outrider.linear_gated(x, kernels.pack_weight(torch.randn(96, 64)), None, "silu")
     with pytest.raises(RuntimeError, match="need scales"):
         torch.ops.outrider.linear_gated(x, quantize_in_fours(packed)[0], None, "silu")

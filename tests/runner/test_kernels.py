@@ -453,5 +453,5 @@ def test_a_tree_in_several_passes_equals_a_tree_in_one(which, window):
 
 @needs_kernels
 def test_attend_rejects_a_pass_beyond_the_cache():
-    with pytest.raises(RuntimeError, match="does not fit the cache"):
+    with pytest.raises(RuntimeError, match="request 0 does not fit the cache: base 70, "):
         Pass([70], 9, capacity=75).run("cpu")

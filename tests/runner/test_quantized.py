@@ -36,7 +36,8 @@ def test_codes_without_scales_and_scales_of_another_shape_are_refused():
     codes, scales = quantize_in_fours(kernels.pack_weight(torch.randn(64, 192)))
     with pytest.raises(RuntimeError, match="need scales"):
         torch.ops.outrider.linear(torch.randn(2, 192), codes, None, 64)
-    for weight, wrong in ((codes, scales[:, :32]), (kernels.deinterleaved(codes).contiguous(), scales), (codes.float(), scales)):
+    plain = kernels.deinterleaved(codes).contiguous()
+    for weight, wrong in ((codes, scales[:, :32]), (plain, scales), (codes.float(), scales)):
         with pytest.raises(RuntimeError, match="linear_scaled: scales"):
             torch.ops.outrider.linear_scaled(torch.randn(2, 192), weight, wrong, None, 64)
 

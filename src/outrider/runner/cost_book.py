@@ -308,22 +308,17 @@ class _PassTable:
         key = batch, bucket
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = dict(_nearest(self._tables, key)) or self._from_eager(key, width, seconds)
+            table = self._tables[key] = self._start_table(key, width, seconds)
         count = self._counts.get((key, width), 0)
         mean = table.get(width)
         if is_cold and mean is not None:
             return
         if mean is None:
-            # A single reading far above the neighbouring widths is probably interference.
-            most = table[1] * width if 1 in table else seconds  # proportional to the plain pass
-            table[width] = min(seconds, most, FIRST_SPIKE * (self._interpolated(table, width, batch) or seconds))
+            table[width] = self._first_reading(table, width, batch, seconds)
         elif count == 0:
             self._rescale_unmeasured(key, table, seconds / mean)
-        elif seconds >= JUMP * mean:
-            spike = SPIKE if count > 1 else FIRST_SPIKE
-            table[width] = mean + max(WEIGHT, 1 / (1 + count)) * (min(seconds, spike * mean) - mean)
         else:
-            table[width] = seconds
+            table[width] = _updated_mean(mean, seconds, count)
         self._counts[key, width] = count + 1
         if width == 1:
             self.run_plain.add(batch)
@@ -339,11 +334,18 @@ class _PassTable:
         widths = sorted({1.0, MAX_WIDTH, *(width for width in table if 1 < width < MAX_WIDTH)})
         return widths, [self._interpolated(table, width, batch) or 0.0 for width in widths]
 
-    def _from_eager(self, key: Key, width: float, seconds: float) -> dict[float, float]:
-        """Return the costs of the replaced passes, scaled by the measured ratio at ``width``."""
+    def _start_table(self, key: Key, width: float, seconds: float) -> dict[float, float]:
+        """Return the costs of the nearest cache bucket, or those of replaced passes, scaled by the ratio measured now."""
+        if near := _nearest(self._tables, key):
+            return dict(near)
         before = _nearest(self._eager_tables, key)
         then = self._interpolated(before, width, key[0])
         return {w: price * seconds / then for w, price in before.items()} if then else {}
+
+    def _first_reading(self, table: dict[float, float], width: float, batch: int, seconds: float) -> float:
+        """Return the cost of a width that never ran: a reading far above the neighbouring widths is probably interference."""
+        most = table[1] * width if 1 in table else seconds  # proportional to the plain pass
+        return min(seconds, most, FIRST_SPIKE * (self._interpolated(table, width, batch) or seconds))
 
     def _rescale_unmeasured(self, key: Key, table: dict[float, float], factor: float) -> None:
         """Rescale all unmeasured widths by the first measurement of a cost that was copied from a neighbouring entry."""
@@ -420,6 +422,14 @@ def _average(means: dict[K, float], key: K, seconds: float) -> None:
     if mean is not None and seconds >= COARSE_JUMP * mean:
         seconds = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
     means[key] = seconds
+
+
+def _updated_mean(mean: float, seconds: float, count: int) -> float:
+    """Return the mean of a width's ``count`` earlier readings and a new one, which replaces it if far below."""
+    if seconds < JUMP * mean:
+        return seconds
+    spike = SPIKE if count > 1 else FIRST_SPIKE
+    return mean + max(WEIGHT, 1 / (1 + count)) * (min(seconds, spike * mean) - mean)
 
 
 def _nearest(tables: dict[Key, dict[float, float]], key: Key) -> dict[float, float]:

@@ -250,13 +250,9 @@ class KVCache(PassThrough):
         best, longest = None, MIN_SHARED_PREFIX - 1
         for row, known in held:
             most = min(len(known), self.cached_lens[row] + ahead, most_in_common)
-            least = longest + 1 + ahead
-            if most >= least:
-                if list(known[:least]) != list(text[:least]):
-                    continue  # most rows have another prefix
-                length = next((i for i in range(least, most) if known[i] != text[i]), most) - ahead
-                if self.states.num_usable(row, length):
-                    best, longest = row, length
+            length = _common_prefix(known, text, longest + 1 + ahead, most) - ahead
+            if length > longest and self.states.num_usable(row, length):
+                best, longest = row, length
         return best, longest if best is not None else 0
 
     def _claim_row(self, request_id: str, source: int, length: int) -> int:
@@ -393,3 +389,10 @@ class KVCache(PassThrough):
         self._copy(source, target, used)
         self.cached_lens[target] = used
         return used >= num_tokens
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int], least: int, most: int) -> int:
+    """Return the length of the common prefix of two sequences, ``most`` at most; 0 if it is shorter than ``least``."""
+    if most < least or list(first[:least]) != list(second[:least]):  # usual, and fast
+        return 0
+    return next((i for i in range(least, most) if first[i] != second[i]), most)

@@ -71,7 +71,8 @@ class Layouts:
         self._cache.states.record_write(rows, bases, stops)
         positions = positions.clamp_(max=self._cache.max_len - 1)[None]
         stores, shape, visible = self._cache.tensors, self._cache.shape, self.causal(batch, width)
-        layout = PassLayout(stores, shape.layer_places, row_ids, base_slots, end_places, positions, visible, states=shape.states)
+        inputs = (row_ids, base_slots, end_places, positions, visible)
+        layout = PassLayout(stores, shape.layer_places, *inputs, states=shape.states)
         return PassInput(ids[None], [0, *ends[:-1]], lens, layout)
 
     def tree(self, chain: PassInput, proposal: Proposal, text_lens: list[int]) -> PassInput:
@@ -83,6 +84,22 @@ class Layouts:
         positions = torch.cat([each[:length] + base for each, base, length in places])
         positions = positions.clamp_(max=self._cache.max_len - 1)[None].to(self._device)
         return replace(chain, layout=replace(layout, positions=positions, visible=visible.to(self._device)))
+
+    def score_input(
+        self, tokens: Sequence[list[int]], text_lens: list[int], proposal: Proposal, rows: list[int], bases: list[int]
+    ) -> tuple[PassInput, Tensor, list[int]]:
+        """Return the pass that scores drafts: ``tokens[b]`` are ``text_lens[b]`` committed tokens, then the drafts.
+
+        Also return the rows of the pass with logits, those of each request's root and drafts, and their number by request.
+        """
+        width = 1 + proposal.num_nodes
+        inputs = self.chain(tokens, rows, bases, least=max(text_lens) - 1 + width)
+        if proposal.is_tree:
+            inputs = self.tree(inputs, proposal, text_lens)
+        roots = [start + length - 1 for start, length in zip(inputs.starts, text_lens, strict=True)]
+        # Padding has logits only to limit the number of shapes.
+        counts = [width if self.is_padded else 1 + num_drafts for num_drafts in proposal.lens.tolist()]
+        return inputs, self.row_indices(roots, counts), counts
 
     def arange(self, start: int, stop: int) -> Tensor:
         """Return the integers from ``start`` to ``stop``, exclusive."""

@@ -180,27 +180,20 @@ class ModelRunner:
         """
         sequences = [request.token_ids for request in context.requests]
         rows, pending = self.catch_up(context.request_ids, sequences, draft_slots=proposal.num_nodes, hidden=hidden)
-        bases, lens = [self.cache.cached_lens[row] for row in rows], proposal.lens.tolist()
-        drafts = [nodes[:n] for nodes, n in zip(proposal.token_ids.tolist(), lens, strict=True)]
+        bases = [self.cache.cached_lens[row] for row in rows]
+        drafts = [nodes[:n] for nodes, n in zip(proposal.token_ids.tolist(), proposal.lens.tolist(), strict=True)]
         tokens = [text + nodes for text, nodes in zip(pending, drafts, strict=True)]
-        first = [len(text) - 1 for text in pending]
-        is_tree = proposal.parents is not None and proposal.num_nodes > 0
         states, span = None, WHOLE
-        if proposal.partial_pass is not None and not is_tree:
+        if proposal.partial_pass is not None and not proposal.is_tree:
             states, span = self._continued(proposal.partial_pass, context.request_ids, tokens, hidden)
-        width = 1 + proposal.num_nodes
-        inputs = self.layouts.chain(tokens, rows, bases, least=max(first) + width)
-        if is_tree:
-            inputs = self.layouts.tree(inputs, proposal, [len(text) for text in pending])
-        # No logits before the roots; padding has logits only to limit the number of shapes.
-        roots = [start + at for start, at in zip(inputs.starts, first, strict=True)]
-        counts = [width if self.layouts.is_padded else 1 + n for n in lens]
-        places = self.layouts.row_indices(roots, counts)
+        text_lens = [len(text) for text in pending]
+        inputs, logits_at, counts = self.layouts.score_input(tokens, text_lens, proposal, rows, bases)
         given = inputs.ids if states is None else inputs.join(states)
-        logits, found = self.passes.run(given, inputs.layout, hidden, places, span)
-        self._round = _PendingScore(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
+        logits, found = self.passes.run(given, inputs.layout, hidden, logits_at, span)
+        roots = [base + length - 1 for base, length in zip(bases, text_lens, strict=True)]
+        self._round = _PendingScore(context.request_ids, roots, proposal.is_tree)
         read = self._round_hidden.whole(found, context.requests, inputs.starts, [len(text) for text in tokens]) if found else {}
-        logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
+        logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, 1 + proposal.num_nodes).float()
         return Scores(logits, read, first_layer=span.start)
 
     def commit(self, context: Context, verdict: Verdict) -> None:

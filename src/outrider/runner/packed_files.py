@@ -119,8 +119,10 @@ def _fill(model: PreTrainedModel, stored: dict[str, Tensor], num_bytes: int) -> 
 
     The file may have more: some modules create tensors in their first pass.
     """
-    if not _form(dict(_tensors(model))).items() <= _form(stored).items():
-        raise OutriderError("its tensors differ")
+    forms = _form(stored)
+    other = next((name for name, form in _form(dict(_tensors(model))).items() if forms.get(name) != form), None)
+    if other is not None:
+        raise OutriderError(f"its tensor {other} is missing or has another shape or dtype")
     free = free_memory()
     in_memory = free is not None and 2 * num_bytes < free  # huge pages are faster than a mapped file
     found: dict[int, Tensor] = {}

@@ -51,7 +51,8 @@ def _write(  # noqa: PLR0913
 
 @triton.jit
 def _seen(  # noqa: PLR0913
-    visible_ptr, positions_ptr, slot, place, position, base, length, width, mask_slots, WINDOW: tl.constexpr, CHUNK: tl.constexpr
+    visible_ptr, positions_ptr, slot, place, position, base, length, width, mask_slots,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return which slots [S] the tokens at these places of a request, and at these positions, see: [R, S]."""
     column = slot - (base + width - mask_slots)  # in ``visible``; slots before it are seen by all
