@@ -52,6 +52,17 @@ def test_folders_are_private_and_files_are_named_by_their_content(cache: Path, b
     assert [file.name for file in path.parent.iterdir()] == [path.name]  # no temporary file is left
 
 
+def test_storing_deletes_files_of_the_same_kind_that_were_not_used_for_long(built: Path) -> None:
+    kernels = [store(built, "kernels", f"cpu-{index}", ".so") for index in range(3)]
+    passes = store(built, "passes", "a", ".pt2")
+    long_ago = time.time() - disk_cache.UNUSED_SECONDS - 60
+    for path in (*kernels[:2], passes):
+        os.utime(path, (long_ago, long_ago))
+    assert find("kernels", "cpu-1", ".so") == kernels[1]  # counts as use
+    store(built, "kernels", "cpu-3", ".so")
+    assert [path.exists() for path in (*kernels, passes)] == [False, True, True, True]
+
+
 def test_partial_files_of_killed_processes_are_removed_after_a_day(cache: Path, built: Path) -> None:
     parts = [lasting_dir("weights") / f".model-{name}.part" for name in ("old", "new")]
     for part in parts:

@@ -145,7 +145,7 @@ def add_factors(writer, model, rng):
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_a_file_in_nvfp4_has_factors(architecture, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "activation_bits", lambda: 32)
-    monkeypatch.setattr(linear.kernels, "prefers_pairs", lambda: False)
+    monkeypatch.setattr(linear.kernels, "has_fast_bfloat16", lambda: False)
     path, model, factors = tmp_path / "model.gguf", gguf_files.make_model(architecture), {}
 
     def change(writer):
@@ -282,7 +282,7 @@ def test_a_loaded_model_has_the_values_of_the_file(architecture, tied, kinds, tm
 def test_logits_equal_those_of_the_dequantised_model(architecture, kinds, precision, tmp_path, monkeypatch):
     if precision == 32:
         monkeypatch.setattr(blocks, "activation_bits", lambda: 32)
-        monkeypatch.setattr(linear.kernels, "prefers_pairs", lambda: False)  # attention and its cache in float32
+        monkeypatch.setattr(linear.kernels, "has_fast_bfloat16", lambda: False)  # attention and its cache in float32
     elif blocks.activation_bits() != 8:
         pytest.skip("no AVX-512 VNNI")
     exact = gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model(architecture), KINDS[kinds])
@@ -763,7 +763,7 @@ def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):
 )
 def test_the_two_tensors_of_a_parameter_may_have_different_types(architecture, first, second, tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "activation_bits", lambda: 32)
-    monkeypatch.setattr(linear.kernels, "prefers_pairs", lambda: False)
+    monkeypatch.setattr(linear.kernels, "has_fast_bfloat16", lambda: False)
 
     def kind(name):
         return Kind.Q8_0 if first in name else Kind.Q4_0 if second in name else Kind.Q6_K

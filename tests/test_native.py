@@ -35,7 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def built() -> Path:
     command = build.find_compiler()
     assert command is not None
-    return build.library(command)
+    return build.cached(command) or build.library(command)
 
 
 def test_without_a_compiler_the_reference_implementations_are_used(
@@ -45,6 +45,14 @@ def test_without_a_compiler_the_reference_implementations_are_used(
     monkeypatch.delenv("CXX", raising=False)
     assert native._loaded.__wrapped__() is False
     assert "install g++" in caplog.text
+
+
+def test_on_windows_the_advice_is_not_to_install_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert native._loaded.__wrapped__() is False
+    assert "cannot be built on Windows" in caplog.text and "g++" not in caplog.text
 
 
 def test_a_compiler_that_fails_is_a_warning_not_an_error(

@@ -53,7 +53,7 @@ def test_logits_equal_those_of_the_dequantised_model(model_type, weights, precis
     """Within float32's rounding for float32 activations, and within 8-bit rounding for 8-bit ones."""
     if precision == 32:
         monkeypatch.setattr(blocks, "activation_bits", lambda: 32)
-        monkeypatch.setattr(linear.kernels, "prefers_pairs", lambda: False)  # attention and its cache in float32
+        monkeypatch.setattr(linear.kernels, "has_fast_bfloat16", lambda: False)  # attention and its cache in float32
     elif blocks.activation_bits() != 8:
         pytest.skip("no AVX-512 VNNI")
     model = make_model(wide_config(model_type))

@@ -14,7 +14,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PART_SECONDS = 24 * 3600  # since its last write; after this no process still writes a partial file
+UNUSED_SECONDS = 60 * 24 * 3600  # compiled files that were not used for so long belong to old code, models or versions
 
 
 def lasting_dir(*parts: str) -> Path:
@@ -76,6 +77,8 @@ def find(kind: str, key: str, suffix: str) -> Path | None:
 def store(built: Path, kind: str, key: str, suffix: str) -> Path:
     """Copy a finished file into the folder ``kind``, named by its key and the hash of its content; return the copy.
 
+    Then delete files of this kind that have not been used for ``UNUSED_SECONDS``.
+
     The copy is written to a temporary file, flushed to the disk and renamed, so that a crash leaves no partial file. If another
     process has stored a file under the key meanwhile, that one is returned. If the cache cannot be written, the copy is kept
     until this process exits. Raises ``OSError`` if that fails too.
@@ -86,7 +89,9 @@ def store(built: Path, kind: str, key: str, suffix: str) -> Path:
             shutil.copyfileobj(file, to)
 
     try:
-        return write(kind, key, suffix, copy)
+        stored = write(kind, key, suffix, copy)
+        _discard_older(stored.parent.glob(f"*{suffix}"), UNUSED_SECONDS)
+        return stored
     except OutriderError as error:
         return _stored(copy, _temporary_dir(str(error), kind), key, suffix)
 
@@ -161,6 +166,8 @@ def _intact(folder: Path, key: str, suffix: str) -> Path | None:
         except OSError as error:
             problem = f"cannot be read ({error.strerror})"
         if problem is None:
+            with suppress(OSError):  # a cache that cannot be written
+                os.utime(path)  # marks the file as used
             return path
         logger.warning("%s %s: it is removed and built again", path, problem)
         with suppress(OSError):
@@ -185,16 +192,16 @@ def _content_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def _discard_parts(folder: Path) -> None:
-    """Remove partial files of processes that were killed. Errors are ignored."""
-    for part in folder.glob(".*.part"):
+def _discard_older(files: Iterable[Path], seconds: float) -> None:
+    """Delete the files that were last changed longer ago than this. Errors are ignored: other processes do the same."""
+    for file in files:
         with suppress(OSError):
-            if time.time() - part.stat().st_mtime > PART_SECONDS:
-                part.unlink()
+            if time.time() - file.stat().st_mtime > seconds:
+                file.unlink()
 
 
 def _stored(fill: Callable[[BinaryIO], None], folder: Path, key: str, suffix: str) -> Path:
-    _discard_parts(folder)
+    _discard_older(folder.glob(".*.part"), PART_SECONDS)  # of processes that were killed
     handle, part = tempfile.mkstemp(dir=folder, prefix=f".{key}-", suffix=".part")  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:

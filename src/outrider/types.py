@@ -256,6 +256,11 @@ class Proposal:
     def num_nodes(self) -> int:
         return self.token_ids.shape[1]
 
+    @property
+    def is_tree(self) -> bool:
+        """Return whether there are drafts, and they are a tree."""
+        return self.parents is not None and self.num_nodes > 0
+
     def take(self, rows: Sequence[int]) -> Proposal:
         """Return the drafts of these requests, in this order."""
         index = list(rows)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.runner.blocks import BLOCK, unpack
-from outrider.runner.kernels import PANEL, in_groups, unpack_weight
+from outrider.runner.kernels import PANEL, is_interleaved, unpack_weight
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
@@ -17,7 +17,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tens
 
     For a paired weight x is rounded to bfloat16 first; sums are float32.
     """
-    rows = x.bfloat16().float() if in_groups(packed) else x.float()
+    rows = x.bfloat16().float() if is_interleaved(packed) else x.float()
     result = functional.linear(rows, unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
     return result.to(x.dtype)
 

@@ -331,5 +331,5 @@ def test_gates_are_computed_with_their_layer(activation, bits, precision):
     assert gated(x.bfloat16(), packed, activation, precision).dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match="no activation relu"):
         gated(x, packed, "relu", precision)
-    with pytest.raises(RuntimeError, match="an even number of panels"):
+    with pytest.raises(RuntimeError, match="5 panels: expected an even number"):
         gated(x, packed[:5], activation, precision)

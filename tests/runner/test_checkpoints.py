@@ -34,7 +34,7 @@ def written(tmp_path, name, **options) -> Written:
 def loaded(folder):
     config = loading.load_config(folder)
     reader = formats.choose(str(folder), formats.quantization_of(config), CPU)
-    return loading.load_model(folder, "auto", CPU, reader=reader)
+    return loading.load_model(folder, config, "auto", CPU, reader=reader)
 
 
 @pytest.mark.parametrize("name", FORMATS)

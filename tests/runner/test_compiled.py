@@ -17,6 +17,7 @@ import pytest
 import torch
 from test_early_exit import EVEN, Drafting
 from torch import nn
+from torch._inductor import codecache
 
 from outrider import LLM, SamplingParams, disk_cache, native
 from outrider.runner import ModelRunner, RunnerConfig, compiled
@@ -61,6 +62,7 @@ def runner(model, passes):
     """Return a runner that is compiled once for the whole module."""
     patch = pytest.MonkeyPatch()
     patch.setenv("OUTRIDER_CACHE", str(passes))
+    patch.setattr(codecache, "_HEADER_DIR", str(passes / "headers"))
     made = load(model, "always")
     made.extend(["warm"], [[1, 2, 3]])
     made.release(["warm"])
@@ -260,11 +262,28 @@ def test_a_corrupt_package_is_replaced_if_compilation_is_requested(runner, model
     assert again.passes.is_compiled
 
 
-def test_compilation_uses_only_private_folders(runner, passes):
+def test_compilation_uses_only_private_folders_and_leaves_only_packages(runner, passes):
     """Inductor's default is /tmp/torchinductor_<user>, which another user can create and fill first."""
-    assert any((passes / "inductor").iterdir())
-    assert all(not folder.stat().st_mode & 0o077 for folder in (passes / "inductor", passes / "passes"))
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ or str(passes) not in os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert [folder.name for folder in passes.iterdir()] == ["passes"]
+    assert not (passes / "passes").stat().st_mode & 0o077
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ or "outrider-" not in os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+def test_threads_that_compile_do_not_exchange_their_folders(monkeypatch, tmp_path):
+    name, seen = "TORCHINDUCTOR_CACHE_DIR", []
+    monkeypatch.delenv(name, raising=False)
+
+    def second():
+        with compiled._inductor_in(tmp_path / "second"):
+            seen.append(os.environ.pop(name))
+
+    with compiled._inductor_in(tmp_path / "first"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive() and os.environ[name] == str(tmp_path / "first")
+    thread.join()
+    assert seen == [str(tmp_path / "second")] and name not in os.environ
 
 
 def test_a_compiler_with_arguments_is_one_program_for_inductor(monkeypatch, tmp_path):
@@ -309,6 +328,27 @@ def test_a_run_that_started_compiled_stays_compiled(model, passes, package, monk
     assert early.passes.is_compiled and not built
     early.passes.runner_of((0,))  # not on disk: it is compiled, because two kinds of pass must agree
     assert early.passes.is_compiled and len(built) == 1
+
+
+def test_if_one_kind_of_pass_does_not_compile_all_stay_eager(model, tmp_path, monkeypatch):
+    """Compiled and eager passes round differently."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    late = load(model, "auto")
+    run, _ = late.passes.runner_of(), late.passes.runner_of((0,))
+    monkeypatch.setattr(compiled, "load", lambda module, build: None if module.layers else run)
+    late.passes.compile_now()
+    assert late.passes.runner_of() is run and late.passes.could_compile
+    monkeypatch.setattr(compiled, "load", lambda module, build: run)
+    late.passes.compile_now()
+    assert late.passes.is_compiled
+
+
+def test_after_a_pass_that_does_not_compile_others_are_eager(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiled, "load", lambda module, build: run if module.layers else None)
+    eager = load(model, "always")
+    run = eager.passes.runner_of()
+    assert eager.passes.runner_of((0,)) is not run
 
 
 @pytest.mark.parametrize(

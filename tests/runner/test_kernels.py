@@ -96,7 +96,7 @@ def test_a_row_of_linear_has_the_same_bits_in_passes_of_any_width(dtype, outputs
         assert torch.equal(torch.ops.outrider.linear(x[40 - rows :], packed, bias, outputs), alone[40 - rows :]), rows
 
 
-needs_pairs = pytest.mark.skipif(not kernels.prefers_pairs(), reason="neither matrix units (AMX) nor AVX-512 BF16")
+needs_pairs = pytest.mark.skipif(not kernels.has_fast_bfloat16(), reason="neither matrix units (AMX) nor AVX-512 BF16")
 IN_PAIRS = pytest.param("cpu", marks=needs_pairs)
 PAIRS = [(32, 32), (97, 64), (40, 512), (200, 1056), (416, 96)]  # depths of 1, 2, 16, 33 and 3 tiles
 
@@ -121,9 +121,9 @@ def test_eight_rows_are_as_fast_as_torch(bits):
 def test_packing_in_pairs_is_lossless(outputs, inputs):
     weight = torch.randn(outputs, inputs).bfloat16()
     packed = kernels.pack_weight(weight, in_pairs=True)
-    assert packed.shape == (math.ceil(outputs / 32), inputs // 2, 32, 2) and kernels.in_groups(packed)
+    assert packed.shape == (math.ceil(outputs / 32), inputs // 2, 32, 2) and kernels.is_interleaved(packed)
     assert torch.equal(kernels.unpack_weight(packed, outputs), weight)
-    assert torch.equal(kernels.one_by_one(packed), kernels.pack_weight(weight))
+    assert torch.equal(kernels.deinterleaved(packed), kernels.pack_weight(weight))
     assert kernels.packed_shape(packed) == kernels.packed_shape(kernels.pack_weight(weight))
 
 
@@ -164,9 +164,9 @@ def test_more_rows_than_fit_the_cache_have_the_same_bits(inputs):
 
 @needs_pairs
 def test_layers_multiply_in_bfloat16_if_that_is_faster():
-    assert kernels.suits_pairs(torch.zeros(40, 64).bfloat16())
-    assert not kernels.suits_pairs(torch.zeros(40, 48).bfloat16())  # tiles are 32 inputs deep
-    assert not kernels.suits_pairs(torch.zeros(40, 64).half())
+    assert kernels.can_use_bfloat16_products(torch.zeros(40, 64).bfloat16())
+    assert not kernels.can_use_bfloat16_products(torch.zeros(40, 48).bfloat16())  # tiles are 32 inputs deep
+    assert not kernels.can_use_bfloat16_products(torch.zeros(40, 64).half())
     with pytest.raises(RuntimeError, match="does not multiply weights packed so"):
         torch.ops.outrider.linear(torch.zeros(1, 64), kernels.pack_weight(torch.zeros(40, 64), in_pairs=True), None, 40)
 
@@ -274,7 +274,7 @@ class Pass:
 
 def rounds(dtype, key_dim, value_dim):
     """Return whether attention rounds queries and weights: with matrix units, or products of pairs."""
-    if not kernels.prefers_pairs():
+    if not kernels.has_fast_bfloat16():
         return False
     side = 16 if torch.ops.outrider.has_matrix_units() else 32
     return dtype == torch.bfloat16 and key_dim % 32 == 0 and value_dim % side == 0
@@ -453,5 +453,5 @@ def test_a_tree_in_several_passes_equals_a_tree_in_one(which, window):
 
 @needs_kernels
 def test_attend_rejects_a_pass_beyond_the_cache():
-    with pytest.raises(RuntimeError, match="does not fit the cache"):
+    with pytest.raises(RuntimeError, match="request 0 does not fit the cache: base 70, "):
         Pass([70], 9, capacity=75).run("cpu")

@@ -278,12 +278,12 @@ def test_the_flags_of_long_texts_move_with_the_rows():
     assert cache.admit("long", 200) and cache.admit("other", 120) and cache.admit("short", 120)
     rows, lens = [cache.row(name) for name in ("long", "other", "short")], (150, 90, 100)
     cache.reserve(200)
-    texts.settle(rows, [range(length) for length in lens], cache.cached_lens)
+    texts.update(rows, [range(length) for length in lens], cache.cached_lens)
     for row, length in zip(rows, lens, strict=True):
         cache.cached_lens[row] = length - 1
     cache.release(["long", "other"])
     assert cache.admit("next", 300) and cache.row("short") == 0
-    texts.settle([0], [range(101)], cache.cached_lens)  # it crosses the border: its keys have the short frequencies
+    texts.update([0], [range(101)], cache.cached_lens)  # it crosses the border: its keys have the short frequencies
     assert cache.cached_lens[0] == 0 and texts.is_long[0]
 
 
@@ -291,7 +291,7 @@ def test_the_flags_of_long_texts_move_with_the_rows():
 def test_layers_of_several_shapes_and_shared_layers_are_stored_correctly(grow):
     first, second = LayerShape(2, 3, 5), LayerShape(1, 4, 4)
     shape = CacheShape.of({0: first, 1: second, 3: first}, shared={4: 1, 5: 3})
-    assert shape.places == ((0, 0), (1, 0), None, (0, 1), (1, 0), (0, 1))
+    assert shape.layer_places == ((0, 0), (1, 0), None, (0, 1), (1, 0), (0, 1))
     assert shape.floats_per_token == 2 * 2 * 8 + 8
     budget = 400 * shape.floats_per_token * 4
     cache = KVCache(shape, 4, 1000, torch.float32, torch.device("cpu"), budget if grow == "compact" else None)

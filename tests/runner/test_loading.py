@@ -99,6 +99,8 @@ def test_truncated_weights(broken, keep):
         (b"version https://git-lfs.github.com/spec/v1\noid", "is a pointer of Git LFS, not the weights: run git lfs pull"),
         (b"\x05" + bytes(7) + b"{} []", "is not a safetensors file, its header is broken"),
         (b"\x0a" + bytes(7) + b'{"a": 1   }', "is not a safetensors file, its header is broken"),
+        (b"\x21" + bytes(7) + b'{"a": {"data_offsets": [0, "4"]}}', "is not a safetensors file, its header is broken"),
+        (b"\x22" + bytes(7) + b'{"a": {"data_offsets": [0, null]}}', "is not a safetensors file, its header is broken"),
     ],
 )
 def test_another_file_as_weights(broken, content, said):
@@ -110,6 +112,11 @@ def test_a_broken_index_of_shards(broken):
     (broken / "model.safetensors").rename(broken / "model-00001-of-00001.safetensors")
     (broken / "model.safetensors.index.json").write_text('{"weight_map": ')
     assert refusal(broken).startswith(f"{broken / 'model.safetensors.index.json'} is not a weight index: ")
+
+
+def test_a_broken_index_of_a_format_that_is_not_loaded(broken):
+    (broken / "pytorch_model.bin.index.json").write_text('{"weight_map": ')
+    ModelRunner.load(broken, EAGER)
 
 
 def test_an_adapter_instead_of_a_model(broken):
@@ -249,7 +256,7 @@ def test_a_16_bit_checkpoint_is_computed_in_float32_unless_bfloat16_is_faster(dt
     runner = ModelRunner.load(tmp_path, RunnerConfig(compile="never", dtype=dtype))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype, "auto")).float()
     rounds = Rounds(runner, model, [make_text(5, 0), make_text(30, 1)])
-    in_pairs = dtype in ("auto", "bfloat16") and kernels.prefers_pairs()
+    in_pairs = dtype in ("auto", "bfloat16") and kernels.has_fast_bfloat16()
     assert runner.dtype == (torch.bfloat16 if in_pairs else torch.float32)
     rounds.step([[5, 6], [7]], [[0], []], [1, 2])
     rounds.step([[5, 6], [7]], [[0], []], [1, 2])
@@ -315,6 +322,20 @@ def test_every_weight_is_kept_once(folder):
     padding = 2 * 64 * (96 - model.config.vocab_size)  # the packed head consists of whole panels
     small = sum(4 * p.numel() for p in model.parameters() if p.ndim == 1)
     assert sum(kept.values()) <= sum(2 * p.numel() for p in model.parameters() if p.ndim > 1) + padding + small + 4096
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "bfloat16"}, "invalid dtype 'bfloat16' for a loaded model in float32: omit it"),
+        ({"device": "cuda"}, "invalid device 'cuda' for a loaded model on cpu: omit it"),
+        ({"device": "cuda:1"}, "invalid device 'cuda:1' for a loaded model on cpu"),
+    ],
+)
+def test_a_loaded_model_is_not_converted(options, said):
+    model = make_model(small_config("llama"))
+    assert refusal(model, RunnerConfig(compile="never", **options)).startswith(said)
+    ModelRunner.load(model, RunnerConfig(compile="never", dtype="float32", device="cpu"))
 
 
 def test_two_runners_of_one_model_are_independent():
@@ -405,7 +426,7 @@ def test_the_self_check_detects_wrong_passes(kind, wrong, monkeypatch):
     if kind == "mixtral":  # whose routers may differ in bfloat16
         model.to(torch.bfloat16)
     if wrong == "window":
-        monkeypatch.setattr(attention, "reach_of", lambda *_: attention.Reach())
+        monkeypatch.setattr(attention, "range_of", lambda *_: attention.AttentionRange())
     else:
         monkeypatch.setattr("outrider.runner.forward.keeps_logits", lambda _: True)
         forward = type(model).forward

@@ -140,7 +140,7 @@ def test_a_file_of_another_model_is_rebuilt(folder, tmp_path, cache, read, caplo
     pack = packing.pack_model
     monkeypatch.setattr(packing, "pack_model", lambda model, bits: pack(model, 8))
     ModelRunner.load(folder, INT4)
-    assert len(read) == 2 and "does not fit the model (its tensors differ)" in caplog.text
+    assert len(read) == 2 and "does not fit the model (its tensor " in caplog.text
 
 
 def test_a_file_is_kept_when_memory_runs_out(folder, cache, read, monkeypatch):

@@ -36,7 +36,8 @@ def test_codes_without_scales_and_scales_of_another_shape_are_refused():
     codes, scales = quantize_in_fours(kernels.pack_weight(torch.randn(64, 192)))
     with pytest.raises(RuntimeError, match="need scales"):
         torch.ops.outrider.linear(torch.randn(2, 192), codes, None, 64)
-    for weight, wrong in ((codes, scales[:, :32]), (kernels.one_by_one(codes).contiguous(), scales), (codes.float(), scales)):
+    plain = kernels.deinterleaved(codes).contiguous()
+    for weight, wrong in ((codes, scales[:, :32]), (plain, scales), (codes.float(), scales)):
         with pytest.raises(RuntimeError, match="linear_scaled: scales"):
             torch.ops.outrider.linear_scaled(torch.randn(2, 192), weight, wrong, None, 64)
 
@@ -56,14 +57,14 @@ def test_a_quantised_copy_allocates_the_predicted_memory_and_keeps_the_model(bit
         assert torch.equal(tensor, before[name])
 
 
-needs_fours = pytest.mark.skipif(not kernels.takes_fours(), reason="neither matrix units (AMX) nor AVX-512 VNNI")
+needs_fours = pytest.mark.skipif(not kernels.has_int8_products(), reason="neither matrix units (AMX) nor AVX-512 VNNI")
 KERNEL = pytest.param(torch.ops.outrider.linear_scaled, marks=needs_fours, id="kernel")
 IN_FOURS = [(31, 64), (97, 128), (200, 1088), (416, 320)]  # depths of 1, 2, 17 and 5 tiles
 
 
 def decoded(codes, scales, outputs, inputs):
     """Return the weight, float32 [outputs, inputs], of codes in fours with their scales."""
-    panels = kernels.one_by_one(codes).float() * scales.view(-1, 1, kernels.PANEL)  # [panels, inputs, 32]
+    panels = kernels.deinterleaved(codes).float() * scales.view(-1, 1, kernels.PANEL)  # [panels, inputs, 32]
     return panels.transpose(1, 2).reshape(-1, inputs)[:outputs]
 
 
@@ -124,7 +125,7 @@ def test_codes_in_fours_give_a_row_the_same_bits_in_passes_of_any_width(outputs,
 @pytest.mark.parametrize("in_fours", [pytest.param(True, marks=needs_fours), False])
 def test_an_8_bit_head_approximates_the_head_and_needs_cpu_kernels(in_fours, monkeypatch):
     if not in_fours:
-        monkeypatch.setattr(kernels, "takes_fours", lambda: False)
+        monkeypatch.setattr(kernels, "has_int8_products", lambda: False)
     config = small_config("llama", hidden_size=64, intermediate_size=128, head_dim=16)
     runner = ModelRunner.load(untouched(make_model(config)), RunnerConfig())
     layers = linear.packed_layers(runner.model)

@@ -94,11 +94,11 @@ def test_states_older_than_the_ring_are_not_usable() -> None:
     cache = StateCache(shapes, max_drafts=4, device=torch.device("cpu"))  # 6 states
     cache.keep_rows([None, None])
     assert [store.shape for store in cache.stores] == [(1, 2, 6, 2), (1, 2, 10, 3)]
-    cache.wrote([0], [12], [20])
+    cache.record_write([0], [12], [20])
     assert [cache.num_usable(0, length) for length in (20, 15, 14, 3)] == [20, 15, 0, 0]
     cache.copy(0, 1)
     assert cache.num_usable(1, 14) == 0
-    cache.wrote([1], [0], [14])  # another request
+    cache.record_write([1], [0], [14])  # another request
     assert cache.num_usable(1, 14) == 14
 
 

@@ -113,7 +113,7 @@ class AssistantRunner(RolloutRunner):
     def __init__(self, head: AssistantHead, target: ModelRunner, bits: int | None = None) -> None:
         super().__init__(head, target, bits)
         sources, self._target_cache = sources_of(target), target.cache
-        self._places = tuple(target.cache.shape.places[sources[_kind_of(layer)]] for layer in head.layers)
+        self._places = tuple(target.cache.shape.layer_places[sources[_kind_of(layer)]] for layer in head.layers)
 
     @torch.inference_mode()
     def extend(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]]) -> Step:
@@ -176,7 +176,7 @@ def load(source: str | Path, target: ModelRunner) -> AssistantHead:
         raise OutriderError(f"{source} reads the KV cache of a {own} model, but {target.name} is a {other} model")
     if target.cache.shape.by_request:
         raise OutriderError(f"{target.name} has its own attention code, whose KV cache an assistant cannot read")
-    places = {kind: target.cache.shape.places[layer] for kind, layer in sources_of(target).items()}
+    places = {kind: target.cache.shape.layer_places[layer] for kind, layer in sources_of(target).items()}
     stored = {kind: target.cache.shape.kinds[place[0]][0] for kind, place in places.items() if place is not None}
     head = files.build(lambda: AssistantHead(config, _decoder(config), stored))
     head.check_fit(target)

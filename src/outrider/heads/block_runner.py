@@ -60,7 +60,7 @@ class BlockPass(HeadProgram):
         *stores: Tensor,  # the cache's: [L, R, Hkv, S, D] each
     ) -> tuple[Tensor]:
         """Return the head's output for the tokens of the blocks, [1, T, H]."""
-        where = stores, self.cache.shape.places, cache_rows, bases, ends, positions
+        where = stores, self.cache.shape.layer_places, cache_rows, bases, ends, positions
         layouts = {False: PassLayout(*where, visible), True: PassLayout(*where, earlier_only)}
 
         def attend_block(layer: BlockAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class BlockRunner(HeadRunner[BlockHead]):
 
     def _store(self, layer: BlockAttention, key: Tensor, value: Tensor, rows: Tensor, slots: Tensor) -> None:
         """Write keys and values [1, Hkv, C, D] of features to these cache rows and slots, [C] each."""
-        place = self.cache.shape.places[layer.layer_idx]
+        place = self.cache.shape.layer_places[layer.layer_idx]
         assert place is not None
         kind, index = place
         for store, new in zip(self.cache.stores[2 * kind : 2 * kind + 2], (key, value), strict=True):

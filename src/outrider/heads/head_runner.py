@@ -97,7 +97,7 @@ class HeadPass(HeadProgram):
         *stores: Tensor,  # the cache's: [L, R, Hkv, S, D] each
     ) -> tuple[Tensor, Tensor]:
         """Return feedback [N, H] and logits [N, V]."""
-        with active_pass(PassLayout(stores, self.cache.shape.places, cache_rows, bases, ends, positions, visible)):
+        with active_pass(PassLayout(stores, self.cache.shape.layer_places, cache_rows, bases, ends, positions, visible)):
             out = self.head(token_ids, hidden, positions, (cos, sin))[0, places]
         return self.head.step(out, self._vocab_size)
 
@@ -120,7 +120,7 @@ class HeadRunner(ABC, Generic[Head]):
         self.cache = KVCache(head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device)
         self.cache.lookahead = self.lookahead
         self.cache.keeps_prefixes = target.cache.keeps_prefixes
-        self._layouts = Layouts(self.cache, self.device, self._max_len)
+        self._layouts = Layouts(self.cache)
         self._rotations: Rotation | None = None  # rotations of the first positions, [S, D]
         self._programs = ProgramRunner(head, lambda _: self._program(), self.cache, target.config.compile)
 
@@ -192,7 +192,7 @@ class RolloutRunner(HeadRunner[RolloutHead]):
         """Return the step after each request's last token, [B]."""
         inputs = self._layouts.chain(ids, rows, [self.cache.cached_lens[row] for row in rows])
         last = [start + len(text) - 1 for start, text in zip(inputs.starts, ids, strict=True)]
-        return self._run(inputs.layout, inputs.ids, inputs.join(hidden), self._layouts.places(last, [1] * len(last)))
+        return self._run(inputs.layout, inputs.ids, inputs.join(hidden), self._layouts.row_indices(last, [1] * len(last)))
 
     @torch.inference_mode()
     def level(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Step:
@@ -209,7 +209,7 @@ class RolloutRunner(HeadRunner[RolloutHead]):
         row_ids, starts, ends = numbers.chunk(3)
         places = [min(length + depth, self._max_len) - 1 for length in committed for _ in range(width)]
         positions = torch.tensor(places, device=self.device)[None]
-        layout = PassLayout(self.cache.stores, self.cache.shape.places, row_ids, starts, ends, positions, sees)
+        layout = PassLayout(self.cache.stores, self.cache.shape.layer_places, row_ids, starts, ends, positions, sees)
         every = self._layouts.arange(0, batch * width)
         return self._run(layout, token_ids.reshape(1, -1), hidden.flatten(0, 1)[None], every).view(batch, width)
 

@@ -43,7 +43,7 @@ class LayerTemplate:
         model = without_weights(config, kind)
         kinds = getattr(text_config(model), "layer_types", None)
         whole: dict[int, LayerShape] = {}
-        for layer, place in enumerate(() if found is None or found.by_request else found.places):
+        for layer, place in enumerate(() if found is None or found.by_request else found.layer_places):
             if place is not None and (not kinds or kinds[layer] == "full_attention"):
                 whole[layer] = found.kinds[place[0]][0]  # type: ignore[union-attr]
         template = cls(model, whole)

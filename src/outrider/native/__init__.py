@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import threading
 from functools import cache
 from pathlib import Path
@@ -47,7 +48,10 @@ def _loaded() -> bool:
     try:
         compiler = build.find_compiler()
         if compiler is None:
-            logger.warning("no C++ compiler found: passes use torch's kernels, several times slower; install g++")
+            why, advice = "no C++ compiler found", "install g++"
+            if sys.platform == "win32":
+                why, advice = "the CPU kernels cannot be built on Windows", "use WSL"
+            logger.warning("%s: passes use torch's kernels, several times slower; %s", why, advice)
             return False
         found = build.cached(compiler)
         if found is None or not _loads(found):

@@ -181,14 +181,14 @@ inline void block(const uint8_t* x, int64_t second, const uint8_t* w, const Orde
 #undef OUTRIDER_ADD
 }
 
-// Store 32 sums of one panel as results, or combine those of two panels with the ending. `past_caches`: with non-temporal stores. For a
+// Store 32 sums of one panel as results, or combine those of two panels with the epilogue. `past_caches`: with non-temporal stores. For a
 // wide layer, caches would first fetch the lines to overwrite, which takes a third of the layer's time. Not inlined: compilers may round
-// an ending's arithmetic differently in another copy, and then a row's bits would depend on the number of rows.
-template <typename Ending>
-__attribute__((noinline)) void put(const Ending ending, const float* sums, const float* others, float* to, bool past_caches) {
+// an epilogue's arithmetic differently in another copy, and then a row's bits would depend on the number of rows.
+template <typename Epilogue>
+__attribute__((noinline)) void put(const Epilogue epilogue, const float* sums, const float* others, float* to, bool past_caches) {
   for (int64_t j = 0; j < kPanel; j += kSide) {
     __m512 result = _mm512_loadu_ps(sums + j);
-    if constexpr (Ending::panels == 2) result = ending(result, _mm512_loadu_ps(others + j));
+    if constexpr (Epilogue::panels == 2) result = epilogue(result, _mm512_loadu_ps(others + j));
     if (past_caches)
       _mm512_stream_ps(to + j, result);
     else
@@ -197,35 +197,35 @@ __attribute__((noinline)) void put(const Ending ending, const float* sums, const
 }
 
 // `linear` for at most kRows rows.
-template <typename Form, typename Ending>
-void some_rows(const Form form, const Ending ending, const float* x, int64_t rows, int64_t inputs, const uint8_t* w, int64_t panels,
+template <typename Form, typename Epilogue>
+void some_rows(const Form form, const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const uint8_t* w, int64_t panels,
                float* out) {
   const int64_t whole = (rows + kSide - 1) / kSide * kSide, depth = inputs / Form::kDeep;
   const int64_t row_bytes = depth * kLine, panel_bytes = depth * 2 * kTile;
-  const int64_t lots = panels / Ending::panels, stride = lots * kPanel;  // a lot: the panels of 32 results
+  const int64_t output_panels = panels / Epilogue::panels, stride = output_panels * kPanel;  // an output panel: 32 results
   const std::unique_ptr<Line[]> lines(new Line[whole * depth]);
   const std::unique_ptr<float[]> row_scales(new float[rows]);
   uint8_t* tiles = lines[0].bytes;
   to_tiles(form, x, rows, inputs, tiles, row_scales.get());
   const bool in_one = rows <= 2 * kSide;  // one block of rows: its sums stay in the registers
-  const bool in_place = in_one && Ending::panels == 1;
+  const bool in_place = in_one && Epilogue::panels == 1;
   const int64_t steps = in_one ? depth : std::min(kSteps, depth);
   const int64_t part = in_one ? depth : std::max(steps, kRowBytes / (whole * kLine) / steps * steps);
   const Order order(depth);
-  const int64_t work = panel_bytes / 2 * (2 + whole / kSide) * Ending::panels;
+  const int64_t work = panel_bytes / 2 * (2 + whole / kSide) * Epilogue::panels;
   // Weights are read once: rows that exceed the cache are processed in parts of their depth. Partial sums are stored where results
   // will be, if there is room.
-  const std::unique_ptr<float[]> room(part < depth && Ending::panels > 1 ? new float[rows * panels * kPanel] : nullptr);
+  const std::unique_ptr<float[]> room(part < depth && Epilogue::panels > 1 ? new float[rows * panels * kPanel] : nullptr);
   float* waiting = room ? room.get() : out;
-  parallel_for(0, lots, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
-    std::vector<float> kept(in_place ? 0 : whole * kPanel * Ending::panels);
+  parallel_for(0, output_panels, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
+    std::vector<float> kept(in_place ? 0 : whole * kPanel * Epilogue::panels);
     int64_t shaped = 0;
     for (int64_t from = 0; from < depth; from += part) {
       const int64_t till = std::min(depth, from + part);
-      for (int64_t lot = begin; lot < end; ++lot) {
-        for (int64_t i = 0; i < Ending::panels; ++i) {
-          const int64_t panel = lot + i * lots, sums_stride = in_place ? stride : kPanel, wait_stride = panels * kPanel;
-          float *sums = in_place ? out + lot * kPanel : kept.data() + i * whole * kPanel, *wait = waiting + panel * kPanel;
+      for (int64_t output_panel = begin; output_panel < end; ++output_panel) {
+        for (int64_t i = 0; i < Epilogue::panels; ++i) {
+          const int64_t panel = output_panel + i * output_panels, sums_stride = in_place ? stride : kPanel, wait_stride = panels * kPanel;
+          float *sums = in_place ? out + output_panel * kPanel : kept.data() + i * whole * kPanel, *wait = waiting + panel * kPanel;
           for (int64_t r = 0; from > 0 && r < rows; ++r) std::copy_n(wait + r * wait_stride, kPanel, sums + r * kPanel);
           for (int64_t step = from; step < till; step += steps) {
             for (int64_t r = 0; r < rows; r += 2 * kSide) {
@@ -244,7 +244,7 @@ void some_rows(const Form form, const Ending ending, const float* x, int64_t row
         }
         for (int64_t r = 0; !in_place && till == depth && r < rows; ++r) {
           const float* sums = kept.data() + r * kPanel;
-          put(ending, sums, sums + (Ending::panels - 1) * whole * kPanel, out + r * stride + lot * kPanel, !in_one);
+          put(epilogue, sums, sums + (Epilogue::panels - 1) * whole * kPanel, out + r * stride + output_panel * kPanel, !in_one);
         }
       }
     }
@@ -253,14 +253,14 @@ void some_rows(const Form form, const Ending ending, const float* x, int64_t row
   });
 }
 
-// x[rows][inputs] times w [panels][inputs / n][32 outputs][n] -> out[rows][panels / Ending::panels * 32], n numbers of the form being
+// x[rows][inputs] times w [panels][inputs / n][32 outputs][n] -> out[rows][panels / Epilogue::panels * 32], n numbers of the form being
 // four bytes. inputs: a multiple of Form::kDeep; out: at the beginning of a line.
-template <typename Form, typename Ending>
-void linear(const Form form, const Ending ending, const float* x, int64_t rows, int64_t inputs, const void* w, int64_t panels,
+template <typename Form, typename Epilogue>
+void linear(const Form form, const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const void* w, int64_t panels,
             float* out) {
   for (int64_t r = 0; r < rows; r += kRows)
-    some_rows(form, ending, x + r * inputs, std::min(kRows, rows - r), inputs, static_cast<const uint8_t*>(w), panels,
-              out + r * panels / Ending::panels * kPanel);
+    some_rows(form, epilogue, x + r * inputs, std::min(kRows, rows - r), inputs, static_cast<const uint8_t*>(w), panels,
+              out + r * panels / Epilogue::panels * kPanel);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ inline void fetch(const void* from, int64_t bytes) {
 // Queries [rows][dim] -> for each 16 of them and each 32 numbers of theirs a right-hand tile, [16 pairs][16 queries][2]. `transpose`:
 // of 16 vectors of 16 pairs. Rows that are missing to 16 are 0.
 template <typename Vec, typename Transpose>
-void turn_queries(const float* queries, int64_t rows, int64_t dim, uint16_t* to, const Transpose transpose) {
+void transpose_queries(const float* queries, int64_t rows, int64_t dim, uint16_t* to, const Transpose transpose) {
   constexpr int64_t numbers = kTile / 2;
   for (int64_t from = 0; from < rows; from += kSide) {
     const int64_t count = std::min(kSide, rows - from);
@@ -299,7 +299,7 @@ void turn_queries(const float* queries, int64_t rows, int64_t dim, uint16_t* to,
   }
 }
 
-// products[16 slots][16 queries] = keys [16][dim] . queries, as turned.
+// products[16 slots][16 queries] = keys [16][dim] . queries, as transposed.
 inline void score_block(const uint16_t* keys, int64_t dim, const uint16_t* queries, float* products) {
   _tile_zero(0);
   for (int64_t d = 0; d < dim; d += 32, queries += kTile / 2) {
@@ -334,7 +334,7 @@ inline void pair_values(const uint16_t* values, int64_t slots, int64_t written, 
 }
 
 // sums[16][dim] = (their own, where `more`) + weights, as lines of tiles, . values, as paired, of `slots` slots.
-inline void mix(const uint16_t* weights, const uint16_t* values, int64_t slots, int64_t dim, float* sums, bool more) {
+inline void add_weighted_values(const uint16_t* weights, const uint16_t* values, int64_t slots, int64_t dim, float* sums, bool more) {
   constexpr int64_t numbers = kTile / 2;
   const int64_t tiles = dim / kSide, bytes = dim * static_cast<int64_t>(sizeof(float));
   for (int64_t tile = 0; tile < tiles; tile += 4) {

@@ -21,10 +21,10 @@ constexpr int64_t kMostDim = 1024;  // size of a head
 
 // The tokens of a pass are concatenated, those of request b up to ends[b]; the longest request has `width` of them.
 struct Pass {
-  int64_t rows, total, heads, kv_heads, width, reach, key_dim, value_dim, capacity, window, chunk;
+  int64_t rows, total, heads, kv_heads, width, mask_slots, key_dim, value_dim, capacity, window, chunk;
   float scale, softcap;
   const int64_t *cache_rows, *bases, *ends, *positions;
-  const bool* visible;  // [rows, width, reach]: which of the last `reach` slots, the widest pass's at their end, each query sees
+  const bool* visible;  // [rows, width, mask_slots]: which of the last `mask_slots` slots, the widest pass's at their end, each query sees
   const float* sinks;   // [heads]: score of a sink without a value; or null
   int64_t start(int64_t b) const { return b ? ends[b - 1] : 0; }
   int64_t length(int64_t b) const { return ends[b] - start(b); }
@@ -83,7 +83,7 @@ inline vec score_block(const float* query, const Cache* keys, int64_t dim) {
 
 // Keys [kLanes, dim] -> [dim, kLanes] float32; dim is a multiple of kLanes.
 template <typename Cache>
-inline void turn_keys(const Cache* keys, int64_t dim, float* to) {
+inline void transpose_keys(const Cache* keys, int64_t dim, float* to) {
   for (int64_t d = 0; d < dim; d += kLanes) {
     vec block[kLanes];
     for (int i = 0; i < kLanes; ++i) block[i] = load(keys + i * dim + d);
@@ -95,7 +95,7 @@ inline void turn_keys(const Cache* keys, int64_t dim, float* to) {
 // score_block for `count` queries, `stride` apart, with the same additions in the same order: each lane over the chunks, then a tree
 // over the lanes. Transposed keys need no exchange of lanes and are loaded once for all queries.
 template <int count>
-inline void score_turned(const float* queries, int64_t stride, const float* turned, int64_t dim, float* scores,
+inline void score_transposed(const float* queries, int64_t stride, const float* transposed, int64_t dim, float* scores,
                          int64_t scores_stride) {
   constexpr int fourths = kLanes / 4;
   vec part[4][count];
@@ -104,7 +104,7 @@ inline void score_turned(const float* queries, int64_t stride, const float* turn
     for (int j = 0; j < fourths; ++j) for (int i = 0; i < count; ++i) acc[j][i] = vec{};
     for (int64_t c = lane; c < dim; c += kLanes)
       for (int j = 0; j < fourths; ++j) {
-        const vec key = load(turned + (c + 4 * j) * kLanes);
+        const vec key = load(transposed + (c + 4 * j) * kLanes);
         for (int i = 0; i < count; ++i) acc[j][i] = fused(splat(queries[i * stride + c + 4 * j]), key, acc[j][i]);
       }
     for (int half = fourths / 2; half > 0; half /= 2)
@@ -118,7 +118,7 @@ inline void score_turned(const float* queries, int64_t stride, const float* turn
 // out[i][0..kLanes * chunks) += sum over slots of weights[i][s] * values[s][...], in slot order, for `count` rows of weights. `masked`:
 // slots of weight 0 are skipped, because they may contain anything, including NaN.
 template <typename Cache, int count, int chunks, bool masked>
-inline void mix(const float* weights, int64_t weights_stride, const Cache* values, int64_t slots, int64_t dim, float* out,
+inline void add_weighted_values(const float* weights, int64_t weights_stride, const Cache* values, int64_t slots, int64_t dim, float* out,
                 int64_t out_stride) {
   vec acc[count][chunks];
   for (int i = 0; i < count; ++i) for (int c = 0; c < chunks; ++c) acc[i][c] = load(out + i * out_stride + c * kLanes);
@@ -147,7 +147,7 @@ struct Attention {
   const int64_t b, length, token, tokens, group, base, open, first, count, padded;
   const float* sinks;  // of the heads of the group; or null
   const Cache *keys, *values;
-  float *queries, *scores, *out, *turned, *tiles;
+  float *queries, *scores, *out, *transposed, *tiles;
   // Of a token in a branch of a tree: the slots from `open` on that it sees, in order. Its scores and weights are moved to where they
   // would be in a chain of only these, so that the additions, and with them the bits, are those of the chain. Empty for other tokens.
   std::vector<std::vector<int64_t>> paths;
@@ -156,12 +156,12 @@ struct Attention {
   Attention(const Pass& of, int64_t row, int64_t kv_head, int64_t from, const Cache* k_plane, const Cache* v_plane, float* buffer)
       : pass(of), b(row), length(of.length(row)), token(from), tokens(std::min(tokens_at_once(of), length - from)),
         group(of.heads / of.kv_heads),
-        base(of.bases[row]), open(base + of.width - of.reach),  // earlier slots are visible to all queries, unless limited
+        base(of.bases[row]), open(base + of.width - of.mask_slots),  // earlier slots are visible to all queries, unless limited
         first(std::min(earliest(), open) / kSlots * kSlots),  // blocks start at the same slots in every pass
         count(end() - first), padded((count + kSlots - 1) / kSlots * kSlots),
         sinks(of.sinks ? of.sinks + kv_head * group : nullptr), keys(k_plane), values(v_plane), queries(buffer),
-        scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + to_lanes(rows()) * of.value_dim),
-        tiles(turned + kLanes * (of.key_dim + kLanes)), paths(tokens) {
+        scores(queries + rows() * of.key_dim), out(scores + rows() * padded), transposed(out + to_lanes(rows()) * of.value_dim),
+        tiles(transposed + kLanes * (of.key_dim + kLanes)), paths(tokens) {
     for (int64_t w = 0; w < tokens; ++w) {
       const bool *seen = visible(token + w), *last = seen + (base + length - open), *gap = std::find(seen, last, false);
       if (std::find(gap, last, true) == last) continue;  // what it sees is contiguous
@@ -193,7 +193,7 @@ struct Attention {
   }
   int64_t rows() const { return tokens * group; }
   int64_t position(int64_t w) const { return pass.positions[pass.start(b) + w]; }
-  const bool* visible(int64_t w) const { return pass.visible + (b * pass.width + w) * pass.reach; }
+  const bool* visible(int64_t w) const { return pass.visible + (b * pass.width + w) * pass.mask_slots; }
   // The first committed slot visible to token w.
   int64_t begin(int64_t w) const { return pass.begin(position(w)); }
   // The first slot visible to any of the tokens: in a tree a later node may have an earlier position.
@@ -218,9 +218,9 @@ struct Attention {
       const std::vector<int64_t>& path = paths[row / group];
       float *of_row = scores + row * padded, *moved = of_row + open - first;
       for (const int64_t slot : path) *moved++ = of_row[slot - first];
-      inverse[row] = weigh(token + row / group, of_row, sinks ? sinks[row % group] : kUnseen);
+      inverse[row] = softmax_weights(token + row / group, of_row, sinks ? sinks[row % group] : kUnseen);
     }
-    gather();
+    sum_values();
     for (int64_t row = 0; row < rows(); ++row)
       for (int64_t d = 0; d < pass.value_dim; ++d) out[row * pass.value_dim + d] *= inverse[row];
   }
@@ -228,8 +228,8 @@ struct Attention {
 #if defined(OUTRIDER_AMX)
   // `score` by tiles: keys in cache layout times transposed queries.
   void score_on_units() {
-    uint16_t* turned_queries = amx::next_line(tiles);
-    amx::turn_queries<vec>(queries, rows(), pass.key_dim, turned_queries, [](vec* block) { transpose(block); });
+    uint16_t* transposed_queries = amx::next_line(tiles);
+    amx::transpose_queries<vec>(queries, rows(), pass.key_dim, transposed_queries, [](vec* block) { transpose(block); });
     for (int64_t i = 0; i < padded; i += kLanes) {
       const int64_t slot = first + i, there = std::min<int64_t>(kLanes, pass.capacity - slot);
       if (there <= 0) {  // beyond the cache: visible to no query
@@ -247,7 +247,7 @@ struct Attention {
       }
       for (int64_t from = 0; from < rows(); from += amx::kSide) {
         alignas(64) float products[kLanes * kLanes];
-        amx::score_block(block, pass.key_dim, turned_queries + from * pass.key_dim, products);
+        amx::score_block(block, pass.key_dim, transposed_queries + from * pass.key_dim, products);
         vec by_query[kLanes];
         for (int j = 0; j < kLanes; ++j) by_query[j] = load(products + j * kLanes);
         transpose(by_query);
@@ -257,9 +257,9 @@ struct Attention {
     }
   }
 
-  // `gather` by tiles. Sums go over the slots in blocks of 32 at fixed positions, so that a row's bits do not depend on other rows.
+  // `sum_values` by tiles. Sums go over the slots in blocks of 32 at fixed positions, so that a row's bits do not depend on other rows.
   // Slots that a row does not see have weight 0, and unwritten ones count as 0. In a tree the last blocks are summed token by token.
-  void gather_on_units() {
+  void sum_values_on_units() {
     uint16_t *weights = amx::next_line(tiles), *paired = weights + to_lanes(rows()) * padded;
     const int64_t written = base + length - first;  // later slots may contain anything
     for (int64_t row = 0; row < rows(); ++row)
@@ -270,7 +270,7 @@ struct Attention {
       amx::pair_values(reinterpret_cast<const uint16_t*>(values + (first + from) * pass.value_dim), slots,
                        std::clamp<int64_t>(written - from, 0, slots), pass.value_dim, paired);
       for (int64_t row = 0; row < rows(); row += amx::kSide)
-        amx::mix(weights + row * padded + from * amx::kSide, paired, slots, pass.value_dim, out + row * pass.value_dim, from > 0);
+        amx::add_weighted_values(weights + row * padded + from * amx::kSide, paired, slots, pass.value_dim, out + row * pass.value_dim, from > 0);
     }
     if (shared == padded) return;
     std::vector<float> buffer(amx::kSide * (amx::kSlotsAtOnce / 2 + pass.value_dim) + 2 * kLanes);
@@ -287,7 +287,7 @@ struct Attention {
           std::fill_n(of_token, amx::kSide * slots, uint16_t{0});
           for (int64_t i = 0; i < some; ++i) amx::to_line_of_tiles(scores + (row + i) * padded + from, slots, of_token + i * 32);
           std::copy_n(out + row * pass.value_dim, some * pass.value_dim, sums);
-          amx::mix(of_token, paired, slots, pass.value_dim, sums, from > 0);
+          amx::add_weighted_values(of_token, paired, slots, pass.value_dim, sums, from > 0);
           std::copy_n(sums, some * pass.value_dim, out + row * pass.value_dim);
         }
       }
@@ -324,10 +324,10 @@ struct Attention {
   // `score` as a linear layer with the keys as weights: a panel has 32 of them.
   void score_in_pairs() {
     const int64_t depth = pass.key_dim / 2, at_once = rows_of_a_tile(rows());
-    float *rounded = tiles, *turned_queries = rounded + rows() * depth, *panel = turned_queries + rows() * depth;
+    float *rounded = tiles, *transposed_queries = rounded + rows() * depth, *panel = transposed_queries + rows() * depth;
     for (int64_t i = 0; i < rows() * depth; i += kLanes) to_pairs(queries + 2 * i, rounded + i);
     for (int64_t row = 0; row < rows(); row += at_once)
-      turn_rows(rounded + row * depth, depth, std::min(at_once, rows() - row), depth, turned_queries + row * depth);
+      transpose_rows(rounded + row * depth, depth, std::min(at_once, rows() - row), depth, transposed_queries + row * depth);
     for (int64_t i = 0; i < padded; i += kPanel) {
       for (int64_t half = 0; half < kPanel; half += kLanes)
         for (int64_t d = 0; d < depth; d += kLanes) {
@@ -339,20 +339,20 @@ struct Attention {
           transpose(block);
           for (int64_t j = 0; j < kLanes; ++j) store(panel + (d + j) * kPanel + half, block[j]);
         }
-      products(turned_queries, depth, panel, scores + i, padded, true, rows());
+      products(transposed_queries, depth, panel, scores + i, padded, true, rows());
     }
   }
 
-  // `gather` as linear layers of 32 slots each, at fixed positions, so that a row's bits do not depend on other rows. Slots that a row
+  // `sum_values` as linear layers of 32 slots each, at fixed positions, so that a row's bits do not depend on other rows. Slots that a row
   // does not see have weight 0, and unwritten ones count as 0.
-  void gather_in_pairs() {
+  void sum_values_in_pairs() {
     const int64_t written = base + length - first, at_once = rows_of_a_tile(rows()), depth = padded / 2;
-    float *rounded = tiles, *turned_weights = rounded + rows() * depth, *panel = turned_weights + rows() * kLanes;
+    float *rounded = tiles, *transposed_weights = rounded + rows() * depth, *panel = transposed_weights + rows() * kLanes;
     for (int64_t i = 0; i < rows() * depth; i += kLanes) to_pairs(scores + 2 * i, rounded + i);
     const int64_t shared = num_shared();
     for (int64_t from = 0; from < shared; from += kSlots) {
       for (int64_t row = 0; row < rows(); row += at_once)
-        turn_rows(rounded + row * depth + from / 2, depth, std::min(at_once, rows() - row), kLanes, turned_weights + row * kLanes);
+        transpose_rows(rounded + row * depth + from / 2, depth, std::min(at_once, rows() - row), kLanes, transposed_weights + row * kLanes);
       for (int64_t d = 0; d < pass.value_dim; d += kPanel) {
         for (int64_t k = 0; k < kLanes; ++k) {
           const auto value = [&](int64_t slot) {
@@ -360,7 +360,7 @@ struct Attention {
           };
           pair_panel(value(from + 2 * k), value(from + 2 * k + 1), panel + k * kPanel);
         }
-        products(turned_weights, kLanes, panel, out + d, pass.value_dim, from == 0, rows());
+        products(transposed_weights, kLanes, panel, out + d, pass.value_dim, from == 0, rows());
       }
     }
     for (int64_t from = shared; from < padded; from += kSlots) {
@@ -369,13 +369,13 @@ struct Attention {
         follow(w, from, kSlots, along.data());
         const int64_t first_row = w * group, some = rows_of_a_tile(group);
         for (int64_t head = 0; head < group; head += some)
-          turn_rows(rounded + (first_row + head) * depth + from / 2, depth, std::min(some, group - head), kLanes,
-                    turned_weights + head * kLanes);
+          transpose_rows(rounded + (first_row + head) * depth + from / 2, depth, std::min(some, group - head), kLanes,
+                    transposed_weights + head * kLanes);
         for (int64_t d = 0; d < pass.value_dim; d += kPanel) {
           for (int64_t k = 0; k < kLanes; ++k)
             pair_panel(_mm512_loadu_si512(along.data() + 2 * k * pass.value_dim + d),
                        _mm512_loadu_si512(along.data() + (2 * k + 1) * pass.value_dim + d), panel + k * kPanel);
-          products(turned_weights, kLanes, panel, out + first_row * pass.value_dim + d, pass.value_dim, from == 0, group);
+          products(transposed_weights, kLanes, panel, out + first_row * pass.value_dim + d, pass.value_dim, from == 0, group);
         }
       }
     }
@@ -388,10 +388,10 @@ struct Attention {
   }
 
   // `count` transposed rows of pairs, for each tile [depth][its rows], times a panel [depth][32] -> to[row][32], rows `stride` apart.
-  void products(const float* turned_rows, int64_t depth, const float* panel, float* to, int64_t stride, bool fresh, int64_t count) {
+  void products(const float* transposed_rows, int64_t depth, const float* panel, float* to, int64_t stride, bool fresh, int64_t count) {
     const int64_t at_once = rows_of_a_tile(count);
     for (int64_t row = 0; row < count; row += at_once)
-      kRunPairs[std::min(at_once, count - row) - 1](turned_rows + row * depth, reinterpret_cast<const Pair*>(panel), depth * kPanel, depth,
+      kRunPairs[std::min(at_once, count - row) - 1](transposed_rows + row * depth, reinterpret_cast<const Pair*>(panel), depth * kPanel, depth,
                                                      to + row * stride, stride, fresh, 1, {});
   }
 #endif
@@ -405,18 +405,18 @@ struct Attention {
     if (in_pairs(pass)) return score_in_pairs();
 #endif
     const int64_t dim = pass.key_dim;
-    const bool turn = rows() >= kTogether && dim % kLanes == 0;  // if transposing the keys is worthwhile; the bits are the same
+    const bool transposes = rows() >= kTogether && dim % kLanes == 0;  // if transposing the keys is worthwhile; the bits are the same
     for (int64_t i = 0; i < padded; i += kLanes) {
       const int64_t slot = first + i;
       const Cache* block = keys + slot * dim;
       int64_t row = 0;
       if (slot + kLanes > pass.capacity) {  // the cache ends within this block
         for (; row < rows(); ++row) score_end(queries + row * dim, slot, scores + row * padded + i);
-      } else if (turn) {
-        turn_keys(block, dim, turned);
+      } else if (transposes) {
+        transpose_keys(block, dim, transposed);
         for (; row + kTogether <= rows(); row += kTogether)
-          score_turned<kTogether>(queries + row * dim, dim, turned, dim, scores + row * padded + i, padded);
-        for (; row < rows(); ++row) score_turned<1>(queries + row * dim, dim, turned, dim, scores + row * padded + i, padded);
+          score_transposed<kTogether>(queries + row * dim, dim, transposed, dim, scores + row * padded + i, padded);
+        for (; row < rows(); ++row) score_transposed<1>(queries + row * dim, dim, transposed, dim, scores + row * padded + i, padded);
       } else {
         for (; row < rows(); ++row) store(scores + row * padded + i, score_block(queries + row * dim, block, dim));
       }
@@ -435,7 +435,7 @@ struct Attention {
   }
 
   // Convert products of token w to unnormalised weights. Returns the reciprocal of their sum, that of the sink included.
-  float weigh(int64_t w, float* from, float sink) {
+  float softmax_weights(int64_t w, float* from, float sink) {
     vec peak = splat(kUnseen);
     for (int64_t i = 0; i < padded; i += kLanes) {
       const int64_t slot = first + i;
@@ -474,12 +474,12 @@ struct Attention {
   }
 
   // Sum all values by weight.
-  void gather() {
+  void sum_values() {
 #if defined(OUTRIDER_AMX)
-    if (on_units(pass)) return gather_on_units();
+    if (on_units(pass)) return sum_values_on_units();
 #endif
 #if defined(__AVX512BF16__)
-    if (in_pairs(pass)) return gather_in_pairs();
+    if (in_pairs(pass)) return sum_values_in_pairs();
 #endif
     for (int64_t w = 0; w < tokens; ++w) move_back(w);
     std::fill_n(out, rows() * pass.value_dim, 0.0f);
@@ -513,8 +513,8 @@ struct Attention {
     constexpr int chunks = kLanes == 16 ? 4 : 2;  // as many as leave the sums of all rows in registers
     int64_t d = 0;
     for (; d + chunks * kLanes <= dim; d += chunks * kLanes)
-      mix<Cache, together, chunks, masked>(weights, padded, start + d, slots, dim, into + d, dim);
-    for (; d + kLanes <= dim; d += kLanes) mix<Cache, together, 1, masked>(weights, padded, start + d, slots, dim, into + d, dim);
+      add_weighted_values<Cache, together, chunks, masked>(weights, padded, start + d, slots, dim, into + d, dim);
+    for (; d + kLanes <= dim; d += kLanes) add_weighted_values<Cache, together, 1, masked>(weights, padded, start + d, slots, dim, into + d, dim);
     for (; d < dim; ++d)
       for (int i = 0; i < together; ++i)
         for (int64_t s = 0; s < slots; ++s)
@@ -596,6 +596,7 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
             static_cast<float>(scale), static_cast<float>(softcap), rows.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
             till.const_data_ptr<int64_t>(), places.const_data_ptr<int64_t>(), seen.const_data_ptr<bool>(),
             sinks ? of_sinks.const_data_ptr<float>() : nullptr};
+  const int64_t last = till.numel() > 0 ? till.const_data_ptr<int64_t>()[till.numel() - 1] : 0;
   TORCH_CHECK(pass.key_dim <= kMostDim, "attend: head size over ", kMostDim);
   TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && values.sizes().slice(0, 4) == keys.sizes().slice(0, 4),
               "attend: keys ", keys.sizes(), " and values ", values.sizes(), " are not of one cache");
@@ -603,21 +604,19 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   TORCH_CHECK(pass.key_dim == keys.size(4) && pass.value_dim == values.size(4) && pass.kv_heads == keys.size(2) &&
                   q.size(3) == pass.key_dim && pass.heads % pass.kv_heads == 0 && layer >= 0 && layer < keys.size(0) && v.size(1) == pass.kv_heads,
               "attend: heads of query ", q.sizes(), ", key ", k.sizes(), " and value ", v.sizes(), " do not fit the cache ", keys.sizes());
-  TORCH_CHECK(q.size(0) == 1 && places.numel() == pass.total && till.size(0) == pass.rows && pass.ends[pass.rows - 1] == pass.total,
-              "attend: ", pass.total, " tokens do not stand as their ends say");
+  TORCH_CHECK(q.size(0) == 1 && places.numel() == pass.total && till.size(0) == pass.rows && last == pass.total,
+              "attend: ", pass.total, " tokens, but ends[-1] is ", last);
   for (int64_t b = 0; b < pass.rows; ++b)
     TORCH_CHECK(pass.length(b) >= 0 && pass.length(b) <= pass.width && pass.bases[b] + pass.length(b) <= pass.capacity && pass.cache_rows[b] >= 0 && pass.cache_rows[b] < keys.size(1) &&
-                    pass.reach >= pass.width && pass.bases[b] + pass.width >= pass.reach,
-                "attend: the pass does not fit the cache");
+                    pass.mask_slots >= pass.width && pass.bases[b] + pass.width >= pass.mask_slots,
+                "attend: request ", b, " does not fit the cache: base ", pass.bases[b], ", length ", pass.length(b), ", capacity ", pass.capacity);
   at::Tensor out = at::empty({1, pass.total, pass.heads, pass.value_dim}, q.options());
   float* to = out.mutable_data_ptr<float>();
   const at::Tensor k_layer = keys.select(0, layer), v_layer = values.select(0, layer);
-  if (keys.scalar_type() == at::kBFloat16)
-    attend_all(pass, queries, new_keys, new_values, k_layer.data_ptr<at::BFloat16>(), v_layer.data_ptr<at::BFloat16>(), to);
-  else if (keys.scalar_type() == at::kHalf)
-    attend_all(pass, queries, new_keys, new_values, k_layer.data_ptr<at::Half>(), v_layer.data_ptr<at::Half>(), to);
-  else
-    attend_all(pass, queries, new_keys, new_values, k_layer.data_ptr<float>(), v_layer.data_ptr<float>(), to);
+  by_number(keys.scalar_type(), [&](auto number) {
+    using Cache = decltype(number);
+    attend_all(pass, queries, new_keys, new_values, k_layer.data_ptr<Cache>(), v_layer.data_ptr<Cache>(), to);
+  });
   return query.scalar_type() == at::kFloat ? out : out.to(query.scalar_type());
 }
 

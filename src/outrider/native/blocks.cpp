@@ -536,22 +536,22 @@ Rows prepare(const Form& form, const float* x, int64_t count, int64_t inputs) {
   return rows;
 }
 
-// With a gate, the first half of the panels are gates, and `out` has half of the panels' outputs. A lot: the panels of 32 of them.
+// With a gate, the first half of the panels are gates, and `out` has half of the panels' outputs. An output panel: 32 of them.
 template <typename Arithmetic, typename Bits, int groups>
 void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, const Gate* gate,
               float* out) {
   const Rows rows = prepare<Arithmetic, groups>(form, x, count, inputs);
   const bool in_one_tile = count == rows.at_once;
   const int64_t blocks = rows.blocks, stretch = in_one_tile ? blocks : kStretch;
-  const int64_t per_lot = gate ? Gate::panels : 1, lots = panels / per_lot, width = per_lot * kPanel, stride = lots * kPanel;
+  const int64_t panels_per_output = gate ? Gate::panels : 1, output_panels = panels / panels_per_output, width = panels_per_output * kPanel, stride = output_panels * kPanel;
   const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * width * (count + 4)));  // about 10 microseconds of work per thread
-  parallel_for(0, lots, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, output_panels, grain, [&](int64_t begin, int64_t end) {
     // Sums of several stretches, or panels, are in a buffer: rows of `out` are far apart, in the same sets of the caches.
     const std::unique_ptr<float[]> buffer(!in_one_tile || gate ? new float[count * width] : nullptr);
-    for (int64_t lot = begin; lot < end; ++lot) {
-      float* const results = out + lot * kPanel;
-      for (int64_t i = 0; i < per_lot; ++i) {
-        const Panel panel = form.panel(packed, lot + i * lots, blocks);
+    for (int64_t output_panel = begin; output_panel < end; ++output_panel) {
+      float* const results = out + output_panel * kPanel;
+      for (int64_t i = 0; i < panels_per_output; ++i) {
+        const Panel panel = form.panel(packed, output_panel + i * output_panels, blocks);
         float* const to = buffer ? buffer.get() + i * kPanel : results;
         const int64_t to_stride = buffer ? width : stride;
         for (int64_t b = 0; b < blocks; b += stretch)
@@ -614,10 +614,10 @@ Form form_of(const at::Tensor& packed, int64_t inputs) {
   TORCH_CHECK(packed.scalar_type() == at::kByte && packed.dim() == 2 && packed.is_contiguous() && packed.size(0) > 0 &&
                   packed.size(1) > kHeader,
               "linear_blocks: weights ", packed.sizes(), " are not in blocks");
-  const uint8_t* said = packed.const_data_ptr<uint8_t>();
-  TORCH_CHECK(said[0] < kNumCodes && said[1] > kNone && said[1] < kNumNumbers && said[1] != kZeros && said[2] < kNumNumbers && (said[3] == 1 || said[3] == 2),
+  const uint8_t* header = packed.const_data_ptr<uint8_t>();
+  TORCH_CHECK(header[0] < kNumCodes && header[1] > kNone && header[1] < kNumNumbers && header[1] != kZeros && header[2] < kNumNumbers && (header[3] == 1 || header[3] == 2),
               "linear_blocks: weights ", packed.sizes(), " are in blocks of an unknown form");
-  const Form form(said[0], said[1], said[2], said[3], static_cast<int8_t>(said[4]));
+  const Form form(header[0], header[1], header[2], header[3], static_cast<int8_t>(header[4]));
   const int64_t blocks = (packed.size(1) - kHeader) / (form.bytes + form.base_bytes / kSpan);
   TORCH_CHECK(packed.size(1) == form.panel_bytes(blocks), "linear_blocks: weights ", packed.sizes(), " are not in blocks of ",
               form.bytes, " bytes");
@@ -742,9 +742,9 @@ inline ivec word_of(Bits4, const ivec* codes) {
 // Round a panel, whose weights `columns(b, v, out)` gives: those of block b, for the outputs in vector v, [kInputs].
 template <typename Bits, typename Columns>
 void round_panel(const Form& form, int64_t blocks, const Columns& columns, uint8_t* panel) {
-  const uint8_t said[] = {form.codes, form.scales, form.offsets, form.groups};
+  const uint8_t header[] = {form.codes, form.scales, form.offsets, form.groups};
   std::memset(panel, 0, kHeader);
-  std::memcpy(panel, said, sizeof said);
+  std::memcpy(panel, header, sizeof header);
   for (int64_t b = 0; b < blocks; ++b) {
     uint8_t* block = panel + kHeader + b * form.bytes;
     for (int v = 0; v < kVectors; ++v) {
@@ -917,7 +917,7 @@ at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const st
 
 // x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(first n) * remaining n.
 at::Tensor linear_blocks_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation, int64_t activation_bits) {
-  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_blocks_gated: gates and what they let through take an even number of panels");
+  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_blocks_gated: ", packed.size(0), " panels: expected an even number (gates, then up projections)");
   const Gate gate(activation);
   const at::Tensor out = apply(x, packed, &gate, activation_bits);
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
@@ -977,9 +977,8 @@ void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed) {
 // Round a packed weight, in blocks or of numbers, into rounded uint8 [panels, bytes], which the caller allocates.
 void repack_blocks(const at::Tensor& packed, int64_t inputs, int64_t bits, at::Tensor rounded) {
   TORCH_CHECK(packed.is_contiguous(), "repack_blocks: packed weights are contiguous");
-  if (packed.scalar_type() == at::kBFloat16) return repack_numbers<at::BFloat16>(packed, inputs, bits, rounded);
-  if (packed.scalar_type() == at::kHalf) return repack_numbers<at::Half>(packed, inputs, bits, rounded);
-  if (packed.scalar_type() == at::kFloat) return repack_numbers<float>(packed, inputs, bits, rounded);
+  if (packed.is_floating_point())
+    return by_number(packed.scalar_type(), [&](auto number) { repack_numbers<decltype(number)>(packed, inputs, bits, rounded); });
   const Form form = form_of(packed, inputs);
   const uint8_t* from = packed.const_data_ptr<uint8_t>();
   const auto columns = form.codes == kInt8 ? columns_of_blocks<Bits8> : form.codes == kInt6 ? columns_of_blocks<Bits6> : columns_of_blocks<Bits4>;

@@ -31,7 +31,7 @@ FAILURES = (subprocess.SubprocessError, OSError, ValueError)  # what ``find_comp
 FOLDER = Path(__file__).parent
 # The slowest to compile first.
 UNITS = ("linear", "blocks", "operators", "attention", "sampling", "recurrence", "experts", "threads")
-TIMEOUT = 600.0  # seconds for all units
+TIMEOUT = 600.0  # seconds for compiling all units, and again for linking
 POLL = 0.02  # seconds between checks of the running compilers
 # -ffp-contract=off: otherwise compilers fuse a product and a sum in one copy of a function and not in another (GCC avoids
 # chains of fused additions on AMD CPUs), and a row's bits would depend on the copy that computes it.
@@ -61,10 +61,7 @@ def find_compiler() -> list[str] | None:
 
 
 def library(compiler: Sequence[str]) -> Path:
-    """Return the library from the disk cache, or compile it. Raises one of ``FAILURES``."""
-    found = cached(compiler)
-    if found is not None:
-        return found
+    """Compile the library, store it in the disk cache and return it. Raises one of ``FAILURES``."""
     task = "compiling the CPU kernels, once per machine"
     with progress.logged(logger, task, SECONDS), tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         return disk_cache.store(_compiled(compiler, Path(folder)), "kernels", _key(compiler), ".so")

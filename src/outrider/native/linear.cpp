@@ -42,7 +42,7 @@ constexpr int64_t prefetch_distance([[maybe_unused]] int panels) {
   return 3072;
 #endif
 }
-// Inputs accumulated in registers before they are added to the output: a panel of so many is read again from the L1 cache.
+// Inputs accumulated in registers before they are added to the output: a panel of `kBlock` inputs is read again from the L1 cache.
 constexpr int64_t kBlock = kLanes == 16 ? 512 : 256;
 
 // out[r][vectors] (+)= x[0..depth)[r] . w, for `rows` rows and `vectors` vectors of outputs: a slice of a panel, or neighbouring panels;
@@ -53,7 +53,7 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
   constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Weight));  // entries of a cache line
   constexpr int panels = std::max(1, vectors / kVectors);
   const bool in_parts = ahead.parts > 1;
-  const int64_t step = kPanel / ahead.parts, turn = in_parts ? depth : std::max<int64_t>(0, depth - ahead.by);
+  const int64_t step = kPanel / ahead.parts, jump = in_parts ? depth : std::max<int64_t>(0, depth - ahead.by);
   const Weight* coming = in_parts ? w + ahead.next + ahead.part * depth * step : w + ahead.by * kPanel;
   vec acc[rows][vectors];  // in registers only if every loop over them is unrolled early
 #pragma GCC unroll 12
@@ -61,7 +61,7 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
 #pragma GCC unroll 8
     for (int v = 0; v < vectors; ++v) acc[r][v] = vec{};
   for (int64_t k = 0; k < depth; ++k) {
-    if (k == turn) coming += ahead.next - depth * kPanel;
+    if (k == jump) coming += ahead.next - depth * kPanel;
     for (int j = 0; ahead.by && j < panels; ++j)
       for (int64_t i = 0; i < kPanel; i += line) __builtin_prefetch(coming + j * panel_stride + i);
     coming += step;
@@ -127,30 +127,30 @@ template <typename Weight>
 constexpr auto kRunPanels = make_table<Weight>(std::make_index_sequence<kMaxRows>{});  // [rows - 1]
 
 // x[rows][inputs] -> for each `at_once` of the rows [inputs][at_once], the last with as many as are left.
-inline void turn_all(const float* x, int64_t rows, int64_t inputs, int64_t at_once, float* to) {
+inline void transpose_all(const float* x, int64_t rows, int64_t inputs, int64_t at_once, float* to) {
   const int64_t blocks = (inputs + kBlock - 1) / kBlock, groups = (rows + at_once - 1) / at_once;
   parallel_for(0, groups * blocks, 4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t r = i / blocks * at_once, k = i % blocks * kBlock, count = std::min(at_once, rows - r);
-      turn_rows(x + r * inputs + k, inputs, count, std::min(kBlock, inputs - k), to + r * inputs + k * count);
+      transpose_rows(x + r * inputs + k, inputs, count, std::min(kBlock, inputs - k), to + r * inputs + k * count);
     }
   });
 }
 
-// Conversion of sums to results: unchanged, or, for an ending of two panels, one number from two sums (see Gate).
-struct Alone {
+// Conversion of sums to results: unchanged, or, for an epilogue of two panels, one number from two sums (see Gate).
+struct NoEpilogue {
   static constexpr int64_t panels = 1;
 };
 
-// An ending of two panels requires more rows than a tile has.
-template <typename Weight, typename Ending>
-void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inputs, const Weight* w, int64_t panels, float* out) {
+// An epilogue of two panels requires more rows than a tile has.
+template <typename Weight, typename Epilogue>
+void linear_rows(const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const Weight* w, int64_t panels, float* out) {
   if (rows == 0) return;
   const int64_t panel_stride = inputs * kPanel, out_stride = panels * kPanel, at_once = rows_of_a_tile(rows);
   const int64_t ahead_by = prefetch_distance(vectors_of_a_tile(at_once) / kVectors) / (kPanel * static_cast<int64_t>(sizeof(Weight)));
-  const std::unique_ptr<float[]> turned(rows > 1 ? new float[rows * inputs] : nullptr);
-  if (rows > 1) turn_all(x, rows, inputs, at_once, turned.get());
-  const float* from = rows > 1 ? turned.get() : x;
+  const std::unique_ptr<float[]> transposed(rows > 1 ? new float[rows * inputs] : nullptr);
+  if (rows > 1) transpose_all(x, rows, inputs, at_once, transposed.get());
+  const float* from = rows > 1 ? transposed.get() : x;
   // Rows from r on, inputs from k on, `count` panels from `panel` on, to results `stride` apart.
   const auto run = [&](int64_t r, int64_t k, int64_t panel, int64_t count, float* to, int64_t stride, Ahead ahead) {
     const int64_t depth = std::min(kBlock, inputs - k), some = std::min(at_once, rows - r);
@@ -165,10 +165,10 @@ void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inpu
         run(part * at_once, k, panel, 1, to, stride, {part < kFetching ? kBlock : 0, 0, part, kFetching});
   };
   // Waking a thread pays from about 10 microseconds of work.
-  const int64_t work = 1 + inputs * kPanel * (rows + 4) * Ending::panels;
+  const int64_t work = 1 + inputs * kPanel * (rows + 4) * Epilogue::panels;
   const int64_t grain = std::max<int64_t>(1, 200'000 / work);
-  parallel_for(0, panels / Ending::panels, grain, [&](int64_t begin, int64_t end) {
-    if constexpr (Ending::panels == 2) {
+  parallel_for(0, panels / Epilogue::panels, grain, [&](int64_t begin, int64_t end) {
+    if constexpr (Epilogue::panels == 2) {
       const int64_t half = panels / 2, half_stride = half * kPanel;
       std::vector<float> both(rows * 2 * kPanel);  // stays in the cache, where results of all panels would go to memory and back
       for (int64_t panel = begin; panel < end; ++panel) {
@@ -177,7 +177,7 @@ void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inpu
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t j = 0; j < kPanel; j += kLanes) {
             const float* sums = both.data() + r * 2 * kPanel + j;
-            store(out + r * half_stride + panel * kPanel + j, ending(load(sums), load(sums + kPanel)));
+            store(out + r * half_stride + panel * kPanel + j, epilogue(load(sums), load(sums + kPanel)));
           }
       }
     } else if (rows == at_once) {
@@ -188,38 +188,33 @@ void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inpu
   });
 }
 
-template <typename Weight, typename Ending>
-void linear_of(const Ending ending, const float* x, int64_t rows, const at::Tensor& packed, float* out) {
-  linear_rows(ending, x, rows, packed.size(1), packed.const_data_ptr<Weight>(), packed.size(0), out);
-}
+// An interleaved weight, [panels, inputs / n, 32, n]: n inputs of an output are adjacent, two in bfloat16 or four in 8 bits.
+inline bool is_interleaved(const at::Tensor& packed) { return packed.dim() == 4; }
+inline int64_t together(const at::Tensor& packed) { return is_interleaved(packed) ? packed.size(3) : 1; }
 
-// A weight with grouped inputs, [panels, inputs / n, 32, n]: n inputs of an output are adjacent, two in bfloat16 or four in 8 bits.
-inline bool in_groups(const at::Tensor& packed) { return packed.dim() == 4; }
-inline int64_t together(const at::Tensor& packed) { return in_groups(packed) ? packed.size(3) : 1; }
+inline bool on_units(const at::Tensor& packed) { return is_interleaved(packed) && has_matrix_units(); }
 
-inline bool on_units(const at::Tensor& packed) { return in_groups(packed) && has_matrix_units(); }
-
-template <typename Ending>
-void linear_on_units(const Ending ending, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales,
+template <typename Epilogue>
+void linear_on_units(const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales,
                      float* out) {
 #if defined(OUTRIDER_AMX)
   if (packed.scalar_type() == at::kChar)
-    amx::linear(amx::Bytes{scales}, ending, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
+    amx::linear(amx::Bytes{scales}, epilogue, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
   else
-    amx::linear(amx::Halves{}, ending, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
+    amx::linear(amx::Halves{}, epilogue, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
 #endif
 }
 
 // x[rows][inputs], rounded to bfloat16, times weights in pairs.
-template <typename Ending>
-void linear_of_pairs(const Ending ending, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, float* out) {
+template <typename Epilogue>
+void linear_of_pairs(const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, float* out) {
 #if defined(__AVX512BF16__)
   const at::Tensor rounded = at::empty({rows, inputs / 2}, at::kFloat);
   float* to = rounded.mutable_data_ptr<float>();
   parallel_for(0, rows * (inputs / kPanel), 4096, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) to_pairs(x + i * kPanel, to + i * kLanes);
   });
-  linear_rows(ending, to, rows, inputs / 2, static_cast<const Pair*>(packed.const_data_ptr()), packed.size(0), out);
+  linear_rows(epilogue, to, rows, inputs / 2, static_cast<const Pair*>(packed.const_data_ptr()), packed.size(0), out);
 #endif
 }
 
@@ -251,7 +246,7 @@ void linear_of_quads(const float* x, int64_t rows, int64_t inputs, const at::Ten
       row_sums[r] = _mm512_reduce_add_epi32(sum);
     }
   });
-  linear_rows(Alone{}, to, rows, inputs / 4, static_cast<const Quad*>(packed.const_data_ptr()), packed.size(0), out);
+  linear_rows(NoEpilogue{}, to, rows, inputs / 4, static_cast<const Quad*>(packed.const_data_ptr()), packed.size(0), out);
   const int64_t vectors = packed.size(0) * 2;
   parallel_for(0, rows * vectors, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -264,16 +259,14 @@ void linear_of_quads(const float* x, int64_t rows, int64_t inputs, const at::Ten
 #endif
 }
 
-template <typename Ending>
-void linear_on_vectors(const Ending ending, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales,
+template <typename Epilogue>
+void linear_on_vectors(const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales,
                        float* out) {
-  if (in_groups(packed) && scales) return linear_of_quads(x, rows, inputs, packed, scales, out);
-  if (in_groups(packed)) return linear_of_pairs(ending, x, rows, inputs, packed, out);
-  switch (packed.scalar_type()) {
-    case at::kBFloat16: return linear_of<at::BFloat16>(ending, x, rows, packed, out);
-    case at::kHalf: return linear_of<at::Half>(ending, x, rows, packed, out);
-    default: return linear_of<float>(ending, x, rows, packed, out);
-  }
+  if (is_interleaved(packed) && scales) return linear_of_quads(x, rows, inputs, packed, scales, out);
+  if (is_interleaved(packed)) return linear_of_pairs(epilogue, x, rows, inputs, packed, out);
+  by_number(packed.scalar_type(), [&](auto number) {
+    linear_rows(epilogue, x, rows, inputs, packed.const_data_ptr<decltype(number)>(), packed.size(0), out);
+  });
 }
 
 // Operands of an operator: rows in float32, and memory for results of `width` numbers each.
@@ -282,9 +275,9 @@ struct Rows {
   int64_t count, inputs;
   Rows(const at::Tensor& x, const at::Tensor& packed, int64_t width) : inputs(packed.size(1) * together(packed)) {
     TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
-    const bool is_taken = packed.scalar_type() == at::kBFloat16 ? packed.size(-1) == 2 && inputs % 32 == 0 && prefers_pairs()
-                                                                : packed.scalar_type() == at::kChar && inputs % 64 == 0 && takes_fours();
-    TORCH_CHECK(!in_groups(packed) || is_taken,
+    const bool is_taken = packed.scalar_type() == at::kBFloat16 ? packed.size(-1) == 2 && inputs % 32 == 0 && has_fast_bfloat16()
+                                                                : packed.scalar_type() == at::kChar && inputs % 64 == 0 && has_int8_products();
+    TORCH_CHECK(!is_interleaved(packed) || is_taken,
                 "linear: this processor does not multiply weights packed so: pairs of bfloat16 take AVX-512 BF16 or matrix units (AMX), "
                 "32 inputs at a time, fours of 8 bits AVX-512 VNNI or matrix units, 64 at a time");
     source = x.to(at::kFloat).contiguous();
@@ -301,9 +294,9 @@ at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* sca
                  int64_t outputs) {
   Rows rows(x, packed, packed.size(0) * kPanel);
   if (on_units(packed))
-    linear_on_units(Alone{}, rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
+    linear_on_units(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
   else
-    linear_on_vectors(Alone{}, rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
+    linear_on_vectors(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
   at::Tensor out = rows.out;
   if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
   if (bias.has_value()) out.add_(*bias);
@@ -311,7 +304,7 @@ at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* sca
 }
 
 void check_scales(const at::Tensor& packed, const at::Tensor& scales) {
-  TORCH_CHECK(in_groups(packed) && packed.scalar_type() == at::kChar && scales.is_contiguous() && scales.size(0) == 1 &&
+  TORCH_CHECK(is_interleaved(packed) && packed.scalar_type() == at::kChar && scales.is_contiguous() && scales.size(0) == 1 &&
                   scales.size(1) == packed.size(0) * kPanel,
               "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
 }
@@ -357,7 +350,7 @@ at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at
 // x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(first n) * remaining n. The intermediate result
 // stays in the caches, because writing and reading it takes long in wide passes.
 at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales, std::string_view activation) {
-  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_gated: gates and what they let through take an even number of panels");
+  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_gated: ", packed.size(0), " panels: expected an even number (gates, then up projections)");
   if (scales.has_value()) check_scales(packed, *scales);
   else TORCH_CHECK(packed.is_floating_point(), "linear_gated: weights that are codes need scales");
   const float* scale = scales.has_value() ? scales->const_data_ptr<float>() : nullptr;
@@ -370,7 +363,7 @@ at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std
     linear_on_vectors(gate, rows.from(), rows.count, rows.inputs, packed, scale, rows.to());
   } else {
     const at::Tensor both = at::empty({rows.count, 2 * half}, rows.out.options());
-    linear_on_vectors(Alone{}, rows.from(), rows.count, rows.inputs, packed, scale, both.mutable_data_ptr<float>());
+    linear_on_vectors(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, scale, both.mutable_data_ptr<float>());
     gate_rows(gate, both.const_data_ptr<float>(), rows.count, half, rows.to());
   }
   return x.scalar_type() == at::kFloat ? rows.out : rows.out.to(x.scalar_type());
@@ -428,12 +421,9 @@ at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed) {
   shape.push_back(inputs);
   at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
   float* to = out.mutable_data_ptr<float>();
-  if (packed.scalar_type() == at::kBFloat16)
-    embed_rows(from, count, packed.const_data_ptr<at::BFloat16>(), inputs, side_by_side, to);
-  else if (packed.scalar_type() == at::kHalf)
-    embed_rows(from, count, packed.const_data_ptr<at::Half>(), inputs, side_by_side, to);
-  else
-    embed_rows(from, count, packed.const_data_ptr<float>(), inputs, side_by_side, to);
+  by_number(packed.scalar_type(), [&](auto number) {
+    embed_rows(from, count, packed.const_data_ptr<decltype(number)>(), inputs, side_by_side, to);
+  });
   return out;
 }
 

@@ -46,8 +46,8 @@ TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def("repack_blocks(Tensor packed, int inputs, int bits, Tensor(a!) rounded) -> ()", repack_blocks);
   library.def("block_activation_bits() -> int", block_activation_bits);
   library.def("has_matrix_units() -> bool", has_matrix_units);
-  library.def("prefers_pairs() -> bool", prefers_pairs);
-  library.def("takes_fours() -> bool", takes_fours);
+  library.def("has_fast_bfloat16() -> bool", has_fast_bfloat16);
+  library.def("has_int8_products() -> bool", has_int8_products);
   library.class_<Package>("Package")
       .def(torch::init<std::string>())
       .def("names", &Package::names)

@@ -28,7 +28,7 @@ extern const std::array<RunPanels<Pair>, kMaxRows> kRunPairs;  // [rows - 1], of
 
 // x[rows][0..depth), rows `stride` apart -> [depth][rows], at most kLanes rows. A tile then reads sequentially; rows a power of two
 // apart would evict each other from the cache.
-inline void turn_rows(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to) {
+inline void transpose_rows(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to) {
   int64_t k = 0;
   for (; k + kLanes <= depth; k += kLanes) {
     vec block[kLanes];

@@ -37,7 +37,7 @@ struct Requests {  // of one pass: tokens [start, end) of request b have the pos
                 "recurrent layers: layer ", layer, " of ", count, " requests does not fit states ", states.sizes());
     for (int64_t b = 0; b < count; ++b)
       TORCH_CHECK(rows[b] >= 0 && rows[b] < states.size(1) && start(b) <= this->ends[b], "recurrent layers: request ", b, " has no row");
-    TORCH_CHECK(start(count) == tokens, "recurrent layers: ", tokens, " tokens do not stand as their ends say");
+    TORCH_CHECK(start(count) == tokens, "recurrent layers: ", tokens, " tokens, but ends[-1] is ", start(count));
   }
   int64_t start(int64_t b) const { return b ? ends[b - 1] : 0; }
 };
@@ -185,9 +185,9 @@ Tensor short_conv(const Tensor& x, const Tensor& weight, const std::optional<Ten
                   int64_t layer, const Tensor& cache_rows, const Tensor& bases, const Tensor& ends) {
   const Requests requests(cache_rows, bases, ends, x.size(1), history, layer);
   const int64_t channels = x.size(2), taps = weight.size(1);
-  const Tensor turned = weight.t().contiguous();  // [K, C]
+  const Tensor transposed = weight.t().contiguous();  // [K, C]
   Tensor out = at::empty_like(x, at::MemoryFormat::Contiguous);
-  const float *xs = x.const_data_ptr<float>(), *w = turned.const_data_ptr<float>();
+  const float *xs = x.const_data_ptr<float>(), *w = transposed.const_data_ptr<float>();
   const float* add = bias ? bias->const_data_ptr<float>() : nullptr;
   float* y = out.data_ptr<float>();
   for (int64_t r = 0; r < requests.count; ++r) {

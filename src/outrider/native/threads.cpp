@@ -36,7 +36,7 @@ constexpr microseconds kShortSpin{5};
 // If another process gets a spinning thread's core, the thread then sleeps early, because a thread that slept gets a core soon after
 // it wakes, whereas one that spun has used up its time slice. After a while it spins again; that time doubles with each failure. A gap
 // between two clock readings triggers a check, because the host of a virtual machine also causes gaps, which sleeping cannot avoid.
-constexpr microseconds kGap{40}, kFirstShy{10'000}, kMaxShy{320'000};
+constexpr microseconds kGap{40}, kFirstBackoff{10'000}, kMaxBackoff{320'000};
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -57,19 +57,19 @@ inline int64_t times_interrupted() {
 }
 
 // State of a thread: until when it sleeps early.
-struct Shy {
+struct Backoff {
   Clock::time_point until{};
-  microseconds lasts = kFirstShy;
+  microseconds lasts = kFirstBackoff;
   int64_t interrupted = 0;
 
   void look(Clock::time_point now) {
     const int64_t before = std::exchange(interrupted, times_interrupted());
     if (interrupted == before) return;
-    lasts = now - until < lasts ? std::min(2 * lasts, kMaxShy) : kFirstShy;
+    lasts = now - until < lasts ? std::min(2 * lasts, kMaxBackoff) : kFirstBackoff;
     until = now + lasts;
   }
 };
-thread_local Shy shy;
+thread_local Backoff backoff;
 
 struct alignas(64) Part {
   std::atomic<int64_t> next{0};
@@ -128,14 +128,14 @@ class Pool {
       for (int i = 0; i < 16; ++i, relax())
         if (is_done()) return true;
       const auto before = std::exchange(now, Clock::now());
-      if (now - before > kGap) shy.look(now);
+      if (now - before > kGap) backoff.look(now);
     }
     return is_done();
   }
 
   void serve(int thread) {
     for (uint32_t seen = 0;;) {
-      const microseconds most = Clock::now() < shy.until ? kShortSpin : kSpin;
+      const microseconds most = Clock::now() < backoff.until ? kShortSpin : kSpin;
       if (!spin(most, [&] { return call_.load(std::memory_order_acquire) != seen; })) call_.wait(seen);
       seen = call_.load(std::memory_order_acquire);
       uint32_t state = state_.load(std::memory_order_relaxed);

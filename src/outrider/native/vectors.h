@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <c10/core/ScalarType.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -90,6 +91,14 @@ inline float largest(vec v) {
 #else
   float m = v[0]; for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]); return m;
 #endif
+}
+
+// Call `run` with a number of this type: bfloat16, half or float.
+template <typename Run>
+inline void by_number(c10::ScalarType type, const Run& run) {
+  if (type == c10::ScalarType::BFloat16) return run(at::BFloat16());
+  if (type == c10::ScalarType::Half) return run(at::Half());
+  run(0.0f);
 }
 
 // Hide what a pointer was computed from: compilers would else compute an address per element of a tile, and keep all in memory.

@@ -75,8 +75,8 @@ inline bool has_matrix_units() {
 }
 
 // Whether this processor multiplies paired weights fastest, and whether it multiplies codes in fours.
-inline bool prefers_pairs() { return kHasPairs || has_matrix_units(); }
-inline bool takes_fours() { return kHasQuads || has_matrix_units(); }
+inline bool has_fast_bfloat16() { return kHasPairs || has_matrix_units(); }
+inline bool has_int8_products() { return kHasQuads || has_matrix_units(); }
 
 #if defined(__AVX512BF16__)
 // 32 numbers, rounded to bfloat16: two in each float.

@@ -25,7 +25,7 @@ from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner, gguf
-from outrider.runner.loading import context_length, load_config, text_config
+from outrider.runner.loading import context_length, load_config, num_experts, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
 from outrider.runner.quantized import packed_bytes, round_weights
 from outrider.runner.self_draft import SelfDraft
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 EMBEDDING_MODEL = "modules.json"  # of sentence-transformers
 OTHER_OUTPUT = re.compile(r"For(Sequence|Token)Classification|ForQuestionAnswering|Reward|(?<!LMHead)Model$")  # architectures
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of configs
 MAX_16_BIT_BYTES = 64 << 20  # bytes of weights: larger drafts are read from memory in each pass, which is shorter with 4 bits
 
 
@@ -144,7 +143,7 @@ class DraftModelProposer(Proposer):
         if not isinstance(draft, ModelRunner) or len(prompt) >= draft.max_len:  # the target's own cache, or no drafts
             return
         if not draft.is_prefilled([source_id], [prompt])[0]:
-            rows, _ = draft.catch_up([source_id], [prompt], spare=0)
+            rows, _ = draft.catch_up([source_id], [prompt], draft_slots=0)
             draft.prefill_to_last([source_id], [prompt], rows)
         draft.fork(source_id, request.request_id, len(prompt) - 1)
 
@@ -365,7 +364,6 @@ def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int, is
 def _num_weights(config: PreTrainedConfig, with_experts: bool = False) -> float:
     """Estimate the number of weights of a transformer, without those of experts, or ``with_experts``, which fill the memory."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    num_experts = max([getattr(config, key, None) or 0 for key in EXPERTS]) if with_experts else 0
-    if num_experts:
-        inner = num_experts * (getattr(config, "moe_intermediate_size", None) or inner)
+    if with_experts and (count := num_experts(config)):
+        inner = count * (getattr(config, "moe_intermediate_size", None) or inner)
     return float(config.num_hidden_layers * width * (4 * width + 3 * inner) + config.vocab_size * width)

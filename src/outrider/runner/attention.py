@@ -31,7 +31,7 @@ class PassLayout:
     """Layout of the T tokens of one pass in the cache: those of B requests concatenated, at most W each."""
 
     stores: tuple[Tensor, ...]  # keys and values, in turn, of each kind of layer: [L, R, Hkv, S, D]; then recurrent states
-    places: tuple[tuple[int, int] | None, ...]  # by layer: its kind, and its index among the layers of that kind
+    layer_places: tuple[tuple[int, int] | None, ...]  # by layer: its kind, and its index among the layers of that kind
     cache_rows: Tensor  # [B] int64
     bases: Tensor  # [B] int64: slot of the pass's first token; earlier slots hold committed tokens
     ends: Tensor  # [B] int64: end of each request's tokens among the T
@@ -54,7 +54,7 @@ class PassLayout:
 
     def entries(self, layer: int) -> tuple[Tensor, Tensor, int]:
         """Return the stores of keys and values [L, R, Hkv, S, D] of a layer, once per pass, and its index in them."""
-        place = self.places[layer] if 0 <= layer < len(self.places) else None
+        place = self.layer_places[layer] if 0 <= layer < len(self.layer_places) else None
         if place is None or layer in self.layers_done:
             raise OutriderError(f"layer {layer} attends where it did not, or more often, when the model was surveyed")
         self.layers_done.add(layer)
@@ -68,7 +68,7 @@ class PassLayout:
             hidden = None if self.hidden is None else self.hidden[:, own]
             ends = self.ends[one] - start
             inputs = (self.cache_rows[one], self.bases[one], ends, self.positions[:, own], self.visible[one])
-            yield PassLayout(self.stores, self.places, *inputs, hidden, self.states, keeps_keys=True), own
+            yield PassLayout(self.stores, self.layer_places, *inputs, hidden, self.states, keeps_keys=True), own
             start = end
 
 
@@ -140,11 +140,11 @@ def active_pass(layout: PassLayout) -> Iterator[None]:
         _active.reset(token)
 
 
-class OwnAttention(OutriderError):
+class UnsupportedAttention(OutriderError):
     """The model's attention cannot be replaced by Outrider's function."""
 
 
-class Reach(NamedTuple):
+class AttentionRange(NamedTuple):
     """Which earlier tokens a token of this layer attends to: all of them if both fields are 0."""
 
     window: int = 0  # size of a sliding window in positions, the token's own included
@@ -166,7 +166,7 @@ def attend(
         raise RuntimeError("this model was prepared by Outrider's runner: call the runner, not the model")
     check(module, attention_mask, options)
     keys, values, index = layout.entries(int(module.layer_idx))  # type: ignore[arg-type]
-    reach = reach_of(module, options)
+    limits = range_of(module, options)
     out = torch.ops.outrider.attend(
         query,
         key,
@@ -181,15 +181,15 @@ def attend(
         layout.visible,
         float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         float(options.get("softcap") or 0.0),
-        reach.window,
-        reach.chunk,
+        limits.window,
+        limits.chunk,
         options.get("s_aux"),  # attention sinks
     )
     return out, None
 
 
 def check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
-    """Raise ``OutriderError`` for unsupported attention; ``OwnAttention`` if the model's own code can run it."""
+    """Raise ``OutriderError`` for unsupported attention; ``UnsupportedAttention`` if the model's own code can run it."""
     kind = type(module).__name__
     if getattr(module, "is_causal", True) is False:
         raise OutriderError(f"{kind} needs bidirectional attention, which Outrider's cache does not support")
@@ -199,21 +199,21 @@ def check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, A
     if odd is None and not is_ours:
         odd = "its own mask"
     if odd is not None:
-        raise OwnAttention(f"{kind} needs {odd} in attention, which Outrider's cache does not support")
+        raise UnsupportedAttention(f"{kind} needs {odd} in attention, which Outrider's cache does not support")
 
 
-def reach_of(module: Any, options: dict[str, Any]) -> Reach:
+def range_of(module: Any, options: dict[str, Any]) -> AttentionRange:
     """Return the layer's window or chunk. Some models pass it only to the mask, which Outrider does not build."""
     if "sliding_window" in options:
-        return Reach(window=int(options["sliding_window"] or 0))
+        return AttentionRange(window=int(options["sliding_window"] or 0))
     config, code = getattr(module, "config", None), sys.modules[type(module).__module__]
     kinds = getattr(config, "layer_types", None)
     kind = kinds[module.layer_idx] if kinds else "sliding_attention"
     if kind == "sliding_attention" and hasattr(code, "create_sliding_window_causal_mask"):
-        return Reach(window=int(getattr(config, "sliding_window", None) or 0))
+        return AttentionRange(window=int(getattr(config, "sliding_window", None) or 0))
     if kind == "chunked_attention" and hasattr(code, "create_chunked_causal_mask"):
-        return Reach(chunk=int(getattr(config, "attention_chunk_size", None) or 0))
-    return Reach()
+        return AttentionRange(chunk=int(getattr(config, "attention_chunk_size", None) or 0))
+    return AttentionRange()
 
 
 AttentionInterface.register(NAME, attend)

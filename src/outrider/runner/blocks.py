@@ -172,7 +172,8 @@ def pack_codes(
             raise OutriderError(f"{name} are NaN or infinite")
     kept = {name: "none" if each is None else _narrowest(each) for name, each in given.items()}
     is_symmetric = offsets is None and zeros is not None and integers is None
-    form = Form(kind, **kept, groups=2 if group % BLOCK and group < inputs else 1, lowest=_lowest(kind, bits, is_symmetric))
+    lowest = -(1 << bits - 1) if kind == "int6" and is_symmetric else 0
+    form = Form(kind, **kept, groups=2 if group % BLOCK and group < inputs else 1, lowest=lowest)
     if bases and inputs % SPAN:
         raise OutriderError(f"unsupported products of {inputs} inputs: expected a multiple of {SPAN}")
     panels = -(-outputs // PANEL)
@@ -182,9 +183,9 @@ def pack_codes(
     torch.ops.outrider.fill_blocks(codes.contiguous(), *stored, group, packed)
     if bases:
         missing = (0, 0, 0, panels * PANEL - outputs)
-        turned = [functional.pad(base, missing).view(panels, PANEL, -1).transpose(1, 2) for base in bases]
+        transposed = [functional.pad(base, missing).view(panels, PANEL, -1).transpose(1, 2) for base in bases]
         start = HEADER + inputs // SPAN * form.base_bytes  # of the blocks
-        packed[:, HEADER:start] = torch.cat(turned, 2).contiguous().view(torch.uint8).flatten(1)
+        packed[:, HEADER:start] = torch.cat(transposed, 2).contiguous().view(torch.uint8).flatten(1)
     return packed
 
 
@@ -214,11 +215,6 @@ def _signed(codes: Tensor, bits: int, zeros: Tensor | int | None, has_offsets: b
     if not torch.equal(zeros.to(torch.int8).float(), zeros):
         raise OutriderError(f"unsupported zeros of {bits}-bit codes: expected integers up to {127 + shift}")
     return kind, codes - shift, zeros.to(torch.int8)
-
-
-def _lowest(kind: str, bits: int, is_symmetric: bool) -> int:
-    """Return the lowest number of "int6" codes; 0 for others."""
-    return -(1 << bits - 1) if kind == "int6" and is_symmetric else 0
 
 
 def _narrowest(numbers: Tensor | Products) -> str:

@@ -33,9 +33,9 @@ AGAIN = "download it again"
 def check_weight_files(source: str | Path) -> None:
     """Raise ``OutriderError`` for weights in a local folder that are missing, incomplete or damaged, or on a disk error."""
     folder, files = Path(source), weight_files(source)
-    index = next((file for name in INDEXES if (file := folder / name).is_file()), None)
-    if index is not None:
-        weight_map(index)
+    first = next((file for name in WEIGHT_NAMES if (file := folder / name).is_file()), None)  # the others are not read
+    if first is not None and first.name in INDEXES:
+        weight_map(first)
     elif folder.is_dir() and not files:
         raise OutriderError(f"{source} has no weights: expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}; copy or download them")
     for file in files:
@@ -59,11 +59,11 @@ def _check_whole(file: Path) -> None:
             opened.seek(8)
             entries = {} if 8 + length > total else json.loads(opened.read(length))
             ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+            needed = 8 + length + max(ends, default=0)
     except OSError as error:
         raise OutriderError(f"cannot read {file}: {first_line(error)}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise OutriderError(f"{file} is not a safetensors file, its header is broken: {AGAIN}") from error
-    needed = 8 + length + max(ends, default=0)
     if needed > total:
         raise OutriderError(f"{file} is incomplete, it has {total:,} of at least {needed:,} bytes: {AGAIN}")
 

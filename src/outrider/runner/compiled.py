@@ -14,6 +14,7 @@ import os
 import shlex
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -36,13 +37,14 @@ from outrider.runner.graphs import Run
 
 logger = logging.getLogger(__name__)
 
-SHORT = 8  # elements of the longest vector that inductor compiles in as constants
+MAX_INLINED = 8  # elements of the longest vector that inductor compiles in as constants
 
 SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # approximate compile time of a pass on one core
 FOLDER, SUFFIX = "passes", ".pt2"  # of the disk cache
 
 
 _may_build = ContextVar("may_build", default=True)  # of this thread
+_inductor = threading.Lock()  # of its environment variable, which belongs to the process
 
 
 @contextmanager
@@ -81,7 +83,7 @@ def load(module: Program, build: bool) -> Run | None:
 
 def _load(module: Program, path: Path) -> Run:
     if module.cache.device.type == "cuda":
-        with _private_inductor():
+        with _inductor_in(disk_cache.cache_dir("inductor")):
             return compiled_gpu.load(module, path)
     # torch._inductor.aoti_load_package without its processor check, which starts Python processes for two seconds to verify
     # what the package's path already encodes.
@@ -106,18 +108,23 @@ def export(module: Program) -> ExportedProgram:
 def _build(module: Program, key: str) -> Path:
     """Compile the pass and store it in the cache."""
     expected = SECONDS + SECONDS_PER_LAYER * module.num_layers
+    is_cuda = module.cache.device.type == "cuda"  # then packages use files of inductor's folder
     with (
         progress.logged(logger, f"compiling {module.label}, once per machine", expected),
-        _private_inductor() as folder,
-        tempfile.TemporaryDirectory() as built,
+        tempfile.TemporaryDirectory(prefix="outrider-") as built,
+        _inductor_in(disk_cache.cache_dir("inductor") if is_cuda else Path(built)) as folder,
     ):
         exported, package = export(module), Path(built) / f"{key}{SUFFIX}"
-        if module.cache.device.type == "cuda":
+        if is_cuda:
             compiled_gpu.build(exported, package)
             return disk_cache.store(package, FOLDER, key, SUFFIX)
         fuse_gates(exported)
-        # Operations besides Outrider's are small: waking threads for them takes longer than computing them.
-        options = {"aot_inductor.package_constants_in_so": False, "cpp.threads": 1, **_compiler_option(folder)}
+        options = {
+            "aot_inductor.package_constants_in_so": False,
+            "aot_inductor.precompile_headers": False,  # they would be in inductor's default folder
+            "cpp.threads": 1,  # operations besides Outrider's are small: waking threads takes longer than computing them
+            **_compiler_option(folder),
+        }
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=options)
@@ -125,17 +132,18 @@ def _build(module: Program, key: str) -> Path:
 
 
 @contextmanager
-def _private_inductor() -> Iterator[Path]:
-    """Use a private folder for inductor's cache: another user could create the default one, which is in /tmp."""
+def _inductor_in(folder: Path) -> Iterator[Path]:
+    """Make inductor write its files into a private folder: another user could create the default one, which is in /tmp."""
     name = "TORCHINDUCTOR_CACHE_DIR"
-    before, folder = os.environ.get(name), disk_cache.cache_dir("inductor")
-    os.environ[name] = str(folder)
-    try:
-        yield folder
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+    with _inductor:
+        before = os.environ.get(name)
+        os.environ[name] = str(folder)
+        try:
+            yield folder
+        finally:
+            os.environ.pop(name, None)
+            if before is not None:
+                os.environ[name] = before
 
 
 def _compiler_option(folder: Path) -> dict[str, Any]:
@@ -153,7 +161,7 @@ def _compiler_option(folder: Path) -> dict[str, Any]:
 
 def _compiled_in(tensor: Tensor) -> Any:
     """Return the numbers of a tensor that inductor compiles into a package as constants; None for those that it reads."""
-    return tensor.tolist() if tensor.numel() == 1 or (tensor.dim() == 1 and len(tensor) <= SHORT) else None
+    return tensor.tolist() if tensor.numel() == 1 or (tensor.dim() == 1 and len(tensor) <= MAX_INLINED) else None
 
 
 def _code_of(program: nn.Module) -> str:

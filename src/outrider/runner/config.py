@@ -51,7 +51,11 @@ class RunnerConfig(CheckedOptions):
         in_plan=True,
     )
     device: str | torch.device = option(
-        DEVICE, "auto", "Device: cpu, cuda, cuda:1; auto: a GPU if there is one.", panel=MODELS, in_plan=True
+        DEVICE,
+        "auto",
+        "Device: cpu, cuda, cuda:1; auto: a GPU if there is one; a loaded model stays where it is.",
+        panel=MODELS,
+        in_plan=True,
     )
     max_len: int | None = option(
         whole(2),

@@ -17,13 +17,12 @@ WEIGHT = 0.1  # weight of a new observation in the running mean
 SPIKE = 1.25  # observations above this multiple of the mean are clipped: mostly interference (compiling, other processes)
 FIRST_SPIKE = 2.0  # the same for the first values of a width; the very first is compared with neighbouring widths
 JUMP = 0.7  # an observation below this multiple of the mean replaces it: the mean was measured while the machine was slow
+COARSE_JUMP, LINE_JUMP = 0.5, 0.25  # the same for verifier and host, and for the first reading of a fitted line
 DEFAULT_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have run
 WIDTH_RESOLUTION = 4  # table entries per unit of width
 UNKNOWN_COST_RATIO = 0.1  # assumed cost of a draft step relative to a plain pass, until one is measured
 MAX_FIRST_CATCH_UP = 0.05  # limit of a proposer's catch-up cost per token, in plain rounds, until it is measured twice
-# Limits of a first reading, in plain rounds, of a draft and of verifier and host in a round with drafts. A higher one, which
-# may include a compilation, is ignored; a second one counts as the limit.
-MAX_FIRST_DRAFT, MAX_FIRST_OVERHEAD = 1.0, 1.0
+CATCH_UP_WEIGHT = 0.5  # weight of a new reading of a proposer's catch-up
 LINE_MEMORY = 0.95  # decay per reading of the earlier readings of a fitted line
 START_WEIGHT = 0.3  # weight of each line's initial point: a draft of -1 tokens takes no time
 LINE_SPIKE = 2.0  # a reading above this multiple of the line is clipped
@@ -191,10 +190,9 @@ class MethodCosts:
         ``k``: the longest draft, or the requested number if none was made; ``plain_round``: seconds of a round without drafts.
         """
         if num_drafting not in self._draft:
-            most = MAX_FIRST_DRAFT * k * plain_round
-            if self._ignores(("drafts", num_drafting), seconds, most):
+            if self._ignores(("drafts", num_drafting), seconds, most=k * plain_round):
                 return
-            seconds = min(seconds, most)
+            seconds = min(seconds, k * plain_round)
         self._draft.setdefault(num_drafting, Line()).add(k, seconds)
 
     def record_drafted_round(self, batch: int, overhead: float, first_layer: int | None, plain_round: float = inf) -> None:
@@ -205,10 +203,9 @@ class MethodCosts:
         if first_layer is not None:
             self._first_layer = first_layer
         if batch not in self._overhead:
-            most = MAX_FIRST_OVERHEAD * plain_round
-            if self._ignores(("overhead", batch), overhead, most):
+            if self._ignores(("overhead", batch), overhead, most=plain_round):
                 return
-            overhead = min(overhead, most)
+            overhead = min(overhead, plain_round)
         _average(self._overhead, batch, overhead)
 
     def record_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
@@ -221,12 +218,15 @@ class MethodCosts:
         if self._catch_up is None:
             self._catch_up = min(each, MAX_FIRST_CATCH_UP * plain_round)
         else:
-            self._catch_up += 0.5 * (min(each, self._last_catch_up) - self._catch_up)
+            self._catch_up += CATCH_UP_WEIGHT * (min(each, self._last_catch_up) - self._catch_up)
         self._last_catch_up = each
         return seconds
 
     def _ignores(self, what: tuple[str, int], seconds: float, most: float) -> bool:
-        """Return whether to ignore a first reading because it is above ``most``: once for each cost."""
+        """Return whether to ignore a first reading above ``most``, which may include a compilation.
+
+        Only once for each cost: a second one counts as ``most``.
+        """
         if seconds <= most or what in self._ignored:
             return False
         self._ignored.add(what)
@@ -308,22 +308,17 @@ class _PassTable:
         key = batch, bucket
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = dict(_nearest(self._tables, key)) or self._from_eager(key, width, seconds)
+            table = self._tables[key] = self._start_table(key, width, seconds)
         count = self._counts.get((key, width), 0)
         mean = table.get(width)
         if is_cold and mean is not None:
             return
         if mean is None:
-            # A single reading far above the neighbouring widths is probably interference.
-            most = table[1] * width if 1 in table else seconds  # proportional to the plain pass
-            table[width] = min(seconds, most, FIRST_SPIKE * (self._interpolated(table, width, batch) or seconds))
+            table[width] = self._first_reading(table, width, batch, seconds)
         elif count == 0:
             self._rescale_unmeasured(key, table, seconds / mean)
-        elif seconds >= JUMP * mean:
-            spike = SPIKE if count > 1 else FIRST_SPIKE
-            table[width] = mean + max(WEIGHT, 1 / (1 + count)) * (min(seconds, spike * mean) - mean)
         else:
-            table[width] = seconds
+            table[width] = _updated_mean(mean, seconds, count)
         self._counts[key, width] = count + 1
         if width == 1:
             self.run_plain.add(batch)
@@ -339,11 +334,18 @@ class _PassTable:
         widths = sorted({1.0, MAX_WIDTH, *(width for width in table if 1 < width < MAX_WIDTH)})
         return widths, [self._interpolated(table, width, batch) or 0.0 for width in widths]
 
-    def _from_eager(self, key: Key, width: float, seconds: float) -> dict[float, float]:
-        """Return the costs of the replaced passes, scaled by the measured ratio at ``width``."""
+    def _start_table(self, key: Key, width: float, seconds: float) -> dict[float, float]:
+        """Return the costs of the nearest cache bucket, or those of replaced passes, scaled by the ratio measured now."""
+        if near := _nearest(self._tables, key):
+            return dict(near)
         before = _nearest(self._eager_tables, key)
         then = self._interpolated(before, width, key[0])
         return {w: price * seconds / then for w, price in before.items()} if then else {}
+
+    def _first_reading(self, table: dict[float, float], width: float, batch: int, seconds: float) -> float:
+        """Return the cost of a width that never ran: a reading far above the neighbouring widths is probably interference."""
+        most = table[1] * width if 1 in table else seconds  # proportional to the plain pass
+        return min(seconds, most, FIRST_SPIKE * (self._interpolated(table, width, batch) or seconds))
 
     def _rescale_unmeasured(self, key: Key, table: dict[float, float], factor: float) -> None:
         """Rescale all unmeasured widths by the first measurement of a cost that was copied from a neighbouring entry."""
@@ -397,7 +399,7 @@ class Line:
         memory = LINE_MEMORY
         if self.weight:
             seconds = min(seconds, LINE_SPIKE * self.at(k))
-        if self.weight <= 1.5 and seconds < self.at(k) / 4:
+        if self.weight <= 1.5 and seconds < LINE_JUMP * self.at(k):
             memory = 0.0
         self.weight = memory * self.weight + 1
         self._k = memory * self._k + k
@@ -417,9 +419,17 @@ class Line:
 def _average(means: dict[K, float], key: K, seconds: float) -> None:
     """Add a reading to a running mean: clipped if far above it, replacing it if far below."""
     mean = means.get(key)
-    if mean is not None and seconds >= mean / 2:
+    if mean is not None and seconds >= COARSE_JUMP * mean:
         seconds = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
     means[key] = seconds
+
+
+def _updated_mean(mean: float, seconds: float, count: int) -> float:
+    """Return the mean of a width's ``count`` earlier readings and a new one, which replaces it if far below."""
+    if seconds < JUMP * mean:
+        return seconds
+    spike = SPIKE if count > 1 else FIRST_SPIKE
+    return mean + max(WEIGHT, 1 / (1 + count)) * (min(seconds, spike * mean) - mean)
 
 
 def _nearest(tables: dict[Key, dict[float, float]], key: Key) -> dict[float, float]:

@@ -125,7 +125,7 @@ class Pass(Program):
     ) -> tuple[Tensor, ...]:
         hidden = tokens if self.span.start else None
         shape = self.cache.shape
-        layout = PassLayout(stores, shape.places, cache_rows, bases, ends, positions, visible, hidden, shape.states)
+        layout = PassLayout(stores, shape.layer_places, cache_rows, bases, ends, positions, visible, hidden, shape.states)
         if not shape.by_request:
             return self._run(tokens, layout, logits_at)
         parts = [self._run(tokens[:, own], part) for part, own in layout.requests()]

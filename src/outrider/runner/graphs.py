@@ -2,8 +2,8 @@
 
 A graph works on fixed memory: each shape has its own input tensors, into which a program's inputs are copied before the replay.
 Only the cache's tensors, which come last, are used in place. The runner pads requests to the longest, so that there are few
-shapes. Each graph has memory of its own, so at most MAX_GRAPHS are kept, those used last. When the cache grows, its memory
-moves and graphs are captured again.
+shapes. Each graph has memory of its own: at most MAX_GRAPHS are kept, the most recently used. When the cache grows, its
+memory moves and graphs are captured again.
 """
 
 from __future__ import annotations

@@ -36,25 +36,25 @@ def define(signature: str, fake: Callable[..., Tensor], reference: Callable[...,
         _library.impl(name, reference, "CompositeExplicitAutograd")
 
 
-def prefers_pairs() -> bool:
+def has_fast_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32: AMX or AVX-512 BF16."""
-    return native.load() and bool(torch.ops.outrider.prefers_pairs())
+    return native.load() and bool(torch.ops.outrider.has_fast_bfloat16())
 
 
-def takes_fours() -> bool:
+def has_int8_products() -> bool:
     """Return whether this CPU has 8-bit dot products: AMX or AVX-512 VNNI."""
-    return native.load() and bool(torch.ops.outrider.takes_fours())
+    return native.load() and bool(torch.ops.outrider.has_int8_products())
 
 
-def suits_pairs(weight: Tensor) -> bool:
+def can_use_bfloat16_products(weight: Tensor) -> bool:
     """Return whether a layer with this weight [outputs, inputs] multiplies in bfloat16."""
-    return weight.is_cpu and weight.dtype == torch.bfloat16 and weight.shape[1] % DEEP == 0 and prefers_pairs()
+    return weight.is_cpu and weight.dtype == torch.bfloat16 and weight.shape[1] % DEEP == 0 and has_fast_bfloat16()
 
 
-def suits_bytes(packed: Tensor) -> bool:
+def can_use_int8_products(packed: Tensor) -> bool:
     """Return whether a layer with this packed weight can multiply in 8 bits."""
     inputs = packed_shape(packed)[1]
-    return packed.is_cpu and inputs % DEEP_BYTES == 0 and inputs < 1 << 16 and takes_fours()  # larger sums exceed 32 bits
+    return packed.is_cpu and inputs % DEEP_BYTES == 0 and inputs < 1 << 16 and has_int8_products()  # larger sums exceed 32 bits
 
 
 def pack_weight(weight: Tensor, in_pairs: bool = False) -> Tensor:
@@ -65,25 +65,25 @@ def pack_weight(weight: Tensor, in_pairs: bool = False) -> Tensor:
     outputs, inputs = weight.shape
     panels = -(-outputs // PANEL)
     padded = weight if outputs % PANEL == 0 else functional.pad(weight, (0, 0, 0, panels * PANEL - outputs))
-    turned = padded.view(panels, PANEL, inputs // 2, 2) if in_pairs else padded.view(panels, PANEL, inputs)
-    turned = turned.transpose(1, 2)
-    return huge_pages.empty(turned.shape, weight.dtype).copy_(turned) if weight.is_cpu else turned.contiguous()
+    transposed = padded.view(panels, PANEL, inputs // 2, 2) if in_pairs else padded.view(panels, PANEL, inputs)
+    transposed = transposed.transpose(1, 2)
+    return huge_pages.empty(transposed.shape, weight.dtype).copy_(transposed) if weight.is_cpu else transposed.contiguous()
 
 
-def in_groups(packed: Tensor) -> bool:
-    """Return whether a packed weight groups its inputs: pairs of bfloat16, or fours of 8 bits."""
+def is_interleaved(packed: Tensor) -> bool:
+    """Return whether neighbouring inputs of an output are adjacent in a packed weight: two in bfloat16, or four in 8 bits."""
     return packed.dim() == 4
 
 
 def packed_shape(packed: Tensor) -> tuple[int, int, int]:
-    """Return panels, inputs and 32 of a packed weight, grouped or not."""
+    """Return panels, inputs and 32 of a packed weight, interleaved or not."""
     panels, inputs, lanes = packed.shape[:3]
-    return panels, inputs * packed.shape[3] if in_groups(packed) else inputs, lanes
+    return panels, inputs * packed.shape[3] if is_interleaved(packed) else inputs, lanes
 
 
-def one_by_one(packed: Tensor) -> Tensor:
-    """Return a packed weight as [panels, inputs, 32], grouped or not."""
-    return packed.transpose(2, 3).flatten(1, 2) if in_groups(packed) else packed
+def deinterleaved(packed: Tensor) -> Tensor:
+    """Return a packed weight, interleaved or not, as [panels, inputs, 32]."""
+    return packed.transpose(2, 3).flatten(1, 2) if is_interleaved(packed) else packed
 
 
 def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
@@ -114,8 +114,8 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     The T tokens of a pass are concatenated, those of request b up to ``ends[b]``, at most W each. query
     [1, H, T, D]; key, value [1, Hkv, T, D]; keys, values [L, R, Hkv, S, D], changed in place; cache_rows, bases, ends [B];
     positions [1, T]; visible bool [B, W, M], M >= W: which of the last M slots, a text of W tokens at their end, each token
-    sees; those before are seen by all. ``window``: only the last so many positions are seen; ``chunk``: only those of the
-    token's own chunk of that size. sinks [H]: score of an attention sink without a value -> [1, T, H, D].
+    sees; those before are seen by all. ``window``: a token sees the last ``window`` positions; ``chunk``: it sees its own
+    chunk of ``chunk`` positions; 0: no limit. sinks [H]: score of an attention sink without a value -> [1, T, H, D].
     """
     width, capacity = visible.shape[1], keys.shape[3]
     lens = ends.diff(prepend=ends.new_zeros(1))
@@ -154,15 +154,15 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
 
 def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: int, window: int, chunk: int) -> Tensor:
     """Return the visibility of slots, bool [B, W, S]. Slot s < base has position s; slot base + j has positions[:, j]."""
-    width, reach = visible.shape[1:]
+    width, mask_slots = visible.shape[1:]
     slot = torch.arange(capacity, device=positions.device)
     own = slot - bases[:, None]  # [B, S]: index within this pass, if 0 <= own < W
     in_pass = (own >= 0) & (own < width)
     index = own.clamp(0, width - 1)
-    column = own + reach - width  # index in visible, if 0 <= column < M
+    column = own + mask_slots - width  # index in visible, if 0 <= column < M
     seen = torch.where(
-        ((column >= 0) & (column < reach))[:, None],
-        visible.gather(2, column.clamp(0, reach - 1)[:, None].expand(-1, width, -1)),
+        ((column >= 0) & (column < mask_slots))[:, None],
+        visible.gather(2, column.clamp(0, mask_slots - 1)[:, None].expand(-1, width, -1)),
         (column < 0)[:, None].expand(-1, width, -1),
     )
     if window > 0 or chunk > 0:

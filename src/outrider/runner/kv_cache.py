@@ -24,7 +24,7 @@ from outrider.types import OutriderError
 MIN_SHARED_PREFIX = 16  # minimum common prefix worth reusing, in tokens
 TEMPORARY = itertools.count()  # numbers of temporary rows
 INDEXED = "its layers select tokens by a separate index, which Outrider's cache does not store"
-SLACK = 64  # slots after max_len for padding and for drafts beyond the end; more only when needed
+SLACK = 64  # slots of a row beyond ``max_len``, for padding and for drafts past the end; more only when needed
 
 
 class LayerShape(NamedTuple):
@@ -40,7 +40,7 @@ class CacheShape:
     """What the layers of a model store for a token, and where: layers of one shape share a pair of tensors."""
 
     kinds: tuple[tuple[LayerShape, int], ...]  # each shape, and the number of its layers
-    places: tuple[tuple[int, int] | None, ...]  # by layer: its kind and its index in it; None: no entry
+    layer_places: tuple[tuple[int, int] | None, ...]  # by layer: its kind and its index in it; None: no entry
     states: StateShapes = NO_STATES  # of recurrent layers
     # Whether the model uses its own attention code: requests run one after another, each with all its keys and values.
     by_request: bool = False
@@ -159,7 +159,7 @@ class KVCache(PassThrough):
         self.on_compact: Callable[[Sequence[int]], None] | None = None  # called with the former row of each row
         self._free: list[int] = []
         self.cached_lens: list[int] = []  # by row: number of cached tokens
-        self.num_rows = self.capacity = 0  # at present; slots of each row
+        self.capacity = 0  # slots of each row, at present
         self.stores = self._allocate(0, 0)
 
     def _allocate(self, rows: int, slots: int) -> tuple[Tensor, ...]:
@@ -167,6 +167,11 @@ class KVCache(PassThrough):
             # attention never reads unwritten slots
             shapes = self.shape.stores(rows, slots)
             return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows at present."""
+        return len(self.cached_lens)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -245,13 +250,9 @@ class KVCache(PassThrough):
         best, longest = None, MIN_SHARED_PREFIX - 1
         for row, known in held:
             most = min(len(known), self.cached_lens[row] + ahead, most_in_common)
-            least = longest + 1 + ahead
-            if most >= least:
-                if list(known[:least]) != list(text[:least]):
-                    continue  # most rows have another prefix
-                length = next((i for i in range(least, most) if known[i] != text[i]), most) - ahead
-                if self.states.num_usable(row, length):
-                    best, longest = row, length
+            length = _common_prefix(known, text, longest + 1 + ahead, most) - ahead
+            if length > longest and self.states.num_usable(row, length):
+                best, longest = row, length
         return best, longest if best is not None else 0
 
     def _claim_row(self, request_id: str, source: int, length: int) -> int:
@@ -302,7 +303,7 @@ class KVCache(PassThrough):
         rows = len(self._reserved) + 1
         if rows * each > self._budget:
             return False
-        if max(len(self.cached_lens), rows) * max(self.capacity + self._state_slots, each) > self._budget:
+        if max(self.num_rows, rows) * max(self.capacity + self._state_slots, each) > self._budget:
             self._compact(slots)
         self._reserved[request_id] = num_tokens + SLACK
         return True
@@ -316,7 +317,7 @@ class KVCache(PassThrough):
             for new, old in zip(stores, self.stores, strict=True):
                 new[:, row, :, :used] = old[:, source, :, :used]
         self.states.keep_rows([source for _, source in moved])
-        self.stores, self.num_rows, self.capacity = stores, len(moved), slots
+        self.stores, self.capacity = stores, slots
         self._row_of = {name: row for row, (name, _) in enumerate(moved)}
         self.cached_lens = [lens[source] for _, source in moved]
         self._kept.clear()
@@ -337,13 +338,13 @@ class KVCache(PassThrough):
             return
         wanted = min(self.max_len + SLACK, max(2 * self.capacity, 256))
         if self._budget is not None:
-            wanted = min(wanted, self._budget // max(len(self.cached_lens), 1) - self._state_slots)
+            wanted = min(wanted, self._budget // max(self.num_rows, 1) - self._state_slots)
         # Beyond the budget (drafts have no reservations) it grows in small steps, but not with every token.
         self._resize(self.num_rows, wanted if wanted >= slots else slots + SLACK, num_drafted)
 
     def _grow_rows(self) -> bool:
         """Add rows. Return False at the maximum."""
-        have = len(self.cached_lens)
+        have = self.num_rows
         rows = min(self.max_rows, max(1, 2 * have))
         if self._budget is not None:
             most = self._budget // (max(self.capacity, *self._reserved.values(), 1) + self._state_slots)
@@ -365,7 +366,7 @@ class KVCache(PassThrough):
                     new[:, row, :, :used] = old[:, row, :, :used]
         if rows != self.num_rows:
             self.states.keep_rows([row if row < self.num_rows else None for row in range(rows)])
-        self.stores, self.num_rows, self.capacity = stores, rows, slots
+        self.stores, self.capacity = stores, slots
 
     # -- commit -------------------------------------------------------------------------------------------------------------
 
@@ -388,3 +389,10 @@ class KVCache(PassThrough):
         self._copy(source, target, used)
         self.cached_lens[target] = used
         return used >= num_tokens
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int], least: int, most: int) -> int:
+    """Return the length of the common prefix of two sequences, ``most`` at most; 0 if it is shorter than ``least``."""
+    if most < least or list(first[:least]) != list(second[:least]):  # usual, and fast
+        return 0
+    return next((i for i in range(least, most) if first[i] != second[i]), most)

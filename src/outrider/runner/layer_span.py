@@ -48,7 +48,7 @@ def spanned(model: PreTrainedModel, span: LayerSpan) -> PreTrainedModel:
 
 
 @cache
-def outputs_beside(kind: type[nn.Module]) -> int | None:
+def num_extra_outputs(kind: type[nn.Module]) -> int | None:
     """Return the number of outputs in a layer's tuple after the hidden states; None if it returns only the hidden states."""
     try:
         code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
@@ -67,8 +67,8 @@ class _Skipped(nn.Module):
         for name, value in vars(layer).items():  # plain attributes that models read from layers, such as the attention type
             if isinstance(value, (str, int, float)) and not name.startswith("_"):
                 setattr(self, name, value)
-        self._outputs_beside = outputs_beside(type(layer))  # type: ignore[arg-type]  # a class is hashable
+        self._num_extra = num_extra_outputs(type(layer))  # type: ignore[arg-type]  # a class is hashable
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor | None, ...]:
         out = given_hidden() if self._is_given else hidden_states
-        return out if self._outputs_beside is None else (out, *[None] * self._outputs_beside)
+        return out if self._num_extra is None else (out, *[None] * self._num_extra)

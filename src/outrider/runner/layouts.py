@@ -15,7 +15,8 @@ from outrider.runner.attention import PassLayout
 from outrider.runner.kv_cache import KVCache
 from outrider.types import Proposal, ancestor_matrix
 
-SHORT = 16  # up to this many tokens are scored in the same pass as the drafts, and masks are cached
+MIN_PREFILL = 16  # fewer uncached tokens are always left to the scoring pass
+CACHED_MASK_WIDTH = 16  # causal masks up to this width are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,11 @@ class Layouts:
     token is nearly free. On a CPU requests are concatenated with their own lengths.
     """
 
-    def __init__(self, cache: KVCache, device: torch.device, max_len: int) -> None:
-        self._cache, self._device, self._max_len = cache, device, max_len
-        self._numbers = torch.arange(0, device=device)
+    def __init__(self, cache: KVCache) -> None:
+        self._cache, self._device = cache, cache.device
+        self._numbers = torch.arange(0, device=self._device)
         self._masks: dict[tuple[int, int], Tensor] = {}
-        self.is_padded = device.type != "cpu" and not cache.shape.states.kinds  # a padding token would change the states
+        self.is_padded = self._device.type != "cpu" and not cache.shape.states.kinds  # a padding token would change the states
 
     def chain(self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], least: int = 0) -> PassInput:
         """Return the pass that continues sequences at slots ``bases`` of ``rows``. ``least``: tokens each if padded."""
@@ -67,10 +68,11 @@ class Layouts:
         base_slots, row_ids, end_places, ids, positions = parts
         stops = [base + length for base, length in zip(bases, lens, strict=True)]
         self._cache.reserve(max(stops))
-        self._cache.states.wrote(rows, bases, stops)
-        positions = positions.clamp_(max=self._max_len - 1)[None]
+        self._cache.states.record_write(rows, bases, stops)
+        positions = positions.clamp_(max=self._cache.max_len - 1)[None]
         stores, shape, visible = self._cache.tensors, self._cache.shape, self.causal(batch, width)
-        layout = PassLayout(stores, shape.places, row_ids, base_slots, end_places, positions, visible, states=shape.states)
+        inputs = (row_ids, base_slots, end_places, positions, visible)
+        layout = PassLayout(stores, shape.layer_places, *inputs, states=shape.states)
         return PassInput(ids[None], [0, *ends[:-1]], lens, layout)
 
     def tree(self, chain: PassInput, proposal: Proposal, text_lens: list[int]) -> PassInput:
@@ -80,8 +82,24 @@ class Layouts:
         visible, positions = tree_mask_and_positions(proposal.parents, text_lens, layout.visible.shape[1])
         places = zip(positions, layout.bases.tolist(), chain.lens, strict=True)
         positions = torch.cat([each[:length] + base for each, base, length in places])
-        positions = positions.clamp_(max=self._max_len - 1)[None].to(self._device)
+        positions = positions.clamp_(max=self._cache.max_len - 1)[None].to(self._device)
         return replace(chain, layout=replace(layout, positions=positions, visible=visible.to(self._device)))
+
+    def score_input(
+        self, tokens: Sequence[list[int]], text_lens: list[int], proposal: Proposal, rows: list[int], bases: list[int]
+    ) -> tuple[PassInput, Tensor, list[int]]:
+        """Return the pass that scores drafts: ``tokens[b]`` are ``text_lens[b]`` committed tokens, then the drafts.
+
+        Also return the rows of the pass with logits, those of each request's root and drafts, and their number by request.
+        """
+        width = 1 + proposal.num_nodes
+        inputs = self.chain(tokens, rows, bases, least=max(text_lens) - 1 + width)
+        if proposal.is_tree:
+            inputs = self.tree(inputs, proposal, text_lens)
+        roots = [start + length - 1 for start, length in zip(inputs.starts, text_lens, strict=True)]
+        # Padding has logits only to limit the number of shapes.
+        counts = [width if self.is_padded else 1 + num_drafts for num_drafts in proposal.lens.tolist()]
+        return inputs, self.row_indices(roots, counts), counts
 
     def arange(self, start: int, stop: int) -> Tensor:
         """Return the integers from ``start`` to ``stop``, exclusive."""
@@ -89,7 +107,7 @@ class Layouts:
             self._numbers = torch.arange(2 * stop, device=self._device)
         return self._numbers[start:stop]
 
-    def places(self, starts: Sequence[int], lens: Sequence[int]) -> Tensor:
+    def row_indices(self, starts: Sequence[int], lens: Sequence[int]) -> Tensor:
         """Return the ``lens[b]`` integers from ``starts[b]``, for all b."""
         if all([start + length == after for start, length, after in zip(starts, lens, starts[1:], strict=False)]):
             return self.arange(starts[0], starts[-1] + lens[-1])  # one run
@@ -100,7 +118,7 @@ class Layouts:
         key = (batch, width)
         if key not in self._masks:
             mask = torch.ones(width, width, dtype=torch.bool, device=self._device).tril()
-            if width > SHORT:  # prompts have any length: not worth caching
+            if width > CACHED_MASK_WIDTH:  # prompts have any length: not worth caching
                 return mask.expand(batch, -1, -1)
             self._masks[key] = mask.repeat(batch, 1, 1)
         return self._masks[key]

@@ -52,7 +52,8 @@ class PackedLinear(nn.Module):
             self.out_features, self.in_features = weight.shape
             if packed is None:
                 weight = weight.detach()
-                packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
+                in_pairs = kernels.can_use_bfloat16_products(weight)
+                packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, in_pairs)
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", None, persistent=False)
@@ -327,8 +328,8 @@ def arithmetic(model: nn.Module) -> torch.dtype:
     layers = packed_layers(model)
     if layers:
         if is_in_blocks(model):
-            return torch.bfloat16 if kernels.prefers_pairs() else torch.float32
-        return torch.bfloat16 if any(kernels.in_groups(layer.packed) for layer in layers) else torch.float32
+            return torch.bfloat16 if kernels.has_fast_bfloat16() else torch.float32
+        return torch.bfloat16 if any(kernels.is_interleaved(layer.packed) for layer in layers) else torch.float32
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 

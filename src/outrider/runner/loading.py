@@ -36,7 +36,7 @@ from outrider.runner.checkpoints import modelopt
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.checkpoints.weight import Format
-from outrider.types import OutriderError
+from outrider.types import OutriderError, dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None,
 
 def load_model(
     source: str | Path,
+    config: PreTrainedConfig,
     dtype: torch.dtype | str,
     device: torch.device,
     trust_remote_code: bool = False,
@@ -71,12 +72,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the model in eval mode.
 
-    Raises ``OutriderError``, in one line: no such folder or hub id, not a language model, broken files, or weights that do not
-    match the config.
-
-    ``reader``: of a quantised checkpoint, whose layers then hold what the files store (``checkpoints.stored``).
+    ``config``: that of ``load_config``; ``reader``: of a quantised checkpoint, whose layers then hold what the files store
+    (``checkpoints.stored``). Raises ``OutriderError``, in one line, for broken files and weights that do not match the config.
     """
-    config = load_config(source, trust_remote_code)
     fetch_weights(source)
     check_weight_files(source)
     file = gguf.find(source)
@@ -163,7 +161,7 @@ def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
     return [key for key, layer in found if int(layer) >= num_layers(config) and layer not in heads]
 
 
-def adopt(model: PreTrainedModel, by_request: bool) -> PreTrainedModel:
+def prepare_for_passes(model: PreTrainedModel, by_request: bool) -> PreTrainedModel:
     """Switch a surveyed model to Outrider's attention and remove its image and audio encoders, in place.
 
     ``by_request``: it keeps its own attention. Raises ``OutriderError`` for a model without a language model head, or with
@@ -224,6 +222,17 @@ def refuse_encoders(config: PreTrainedConfig) -> None:
         )
 
 
+def refuse_conversion(model: PreTrainedModel, dtype: Any, device: Any) -> None:
+    """Raise ``OutriderError`` for a dtype or device, if not "auto", that differs from a loaded model's own, which it keeps."""
+    if dtype not in ("auto", dtype_name(model.dtype)):
+        raise OutriderError(
+            f"invalid dtype {dtype!r} for a loaded model in {dtype_name(model.dtype)}: omit it, or load the model with it"
+        )
+    wanted = model.device if device == "auto" else torch.device(device)
+    if wanted not in (model.device, torch.device(model.device.type)):  # "cuda" is any GPU
+        raise OutriderError(f"invalid device {device!r} for a loaded model on {model.device}: omit it, or move the model there")
+
+
 def refuse_shared_scales(model: PreTrainedModel) -> None:
     """Raise ``OutriderError`` for layers that quantise a whole pass with one scale: their output would depend on the drafts."""
     for name, module in model.named_modules():
@@ -271,7 +280,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         hint = "" if on_this_machine(source) is not None else " (neither a local folder nor a reachable hub id)"
         raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
     folder = on_this_machine(source)
-    if folder is not None and quantization_of(config) is None and (stated := modelopt.stated_beside(folder)) is not None:
+    if folder is not None and quantization_of(config) is None and (stated := modelopt.quantization_file_of(folder)) is not None:
         config.quantization_config = stated
     if not trust_remote_code and model_class(config) is None:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")

@@ -23,29 +23,29 @@ class LongRope(nn.Module):
 
     is_long: Tensor
 
-    def __init__(self, rotary: nn.Module, border: int, is_long: Tensor) -> None:
-        """``border``: the original window; ``is_long`` bool [R, 1]: whether each cache row's sequence exceeds it.
+    def __init__(self, rotary: nn.Module, window: int, is_long: Tensor) -> None:
+        """``window``: the original window; ``is_long`` bool [R, 1]: whether each cache row's sequence exceeds it.
 
         ``is_long`` is changed in place.
         """
         super().__init__()
-        self.border = border
-        self.short, self.long = settled(rotary, 0), settled(rotary, border)
+        self.window = window
+        self.short, self.long = with_fixed_frequencies(rotary, 0), with_fixed_frequencies(rotary, window)
         self.register_buffer("is_long", is_long, persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         rows = attention.rows_of_tokens()
         if rows is None:  # the model's own forward pass, of a short sequence
             return self.short(x, position_ids, *args, **options)  # type: ignore[no-any-return]
-        # Some models also choose other values by the largest position, so each call gets one on its side of the border.
-        beyond = torch.full_like(position_ids[..., :1], self.border)
-        short = self.short(x, position_ids.clamp(max=self.border - 1), *args, **options)
+        # Some models also choose other values by the largest position, so each call gets one on its side of the window's end.
+        beyond = torch.full_like(position_ids[..., :1], self.window)
+        short = self.short(x, position_ids.clamp(max=self.window - 1), *args, **options)
         long = self.long(x, torch.cat([position_ids, beyond], -1), *args, **options)
         chosen = self.is_long[rows][None]
         return tuple(torch.where(chosen, second[:, :-1], first) for first, second in zip(short, long, strict=True))
 
 
-def settled(rotary: nn.Module, position: int) -> nn.Module:
+def with_fixed_frequencies(rotary: nn.Module, position: int) -> nn.Module:
     """Return a copy of a rotary embedding with the frequencies for sequences that reach ``position``, fixed."""
     own: Any = copy.deepcopy(rotary)
     own(own.inv_freq, torch.tensor([[position]], device=own.inv_freq.device))
@@ -56,16 +56,16 @@ def settled(rotary: nn.Module, position: int) -> nn.Module:
 class LongTexts:
     """Records which cache rows hold sequences that exceed the model's original training window."""
 
-    def __init__(self, border: int, num_rows: int, device: torch.device) -> None:
-        self.border = border
+    def __init__(self, window: int, num_rows: int, device: torch.device) -> None:
+        self.window = window
         self._flags = [False] * num_rows
         # Two dimensions, because inductor inlines short one-dimensional tensors as constants.
         self.is_long = torch.zeros(num_rows, 1, dtype=torch.bool, device=device)
 
-    def settle(self, rows: Sequence[int], texts: Sequence[Sequence[int]], cached_lens: list[int]) -> None:
+    def update(self, rows: Sequence[int], texts: Sequence[Sequence[int]], cached_lens: list[int]) -> None:
         """Update the flags of some rows; a row whose flag changes loses its cached tokens, which have the other frequencies."""
         for row, text in zip(rows, texts, strict=True):
-            if self._flags[row] != (len(text) > self.border):
+            if self._flags[row] != (len(text) > self.window):
                 self._flags[row] = not self._flags[row]
                 self.is_long[row] = self._flags[row]
                 cached_lens[row] = 0
@@ -82,7 +82,7 @@ class LongTexts:
         self.is_long[target] = self._flags[source]
 
 
-def settle_longrope(model: PreTrainedModel, max_len: int, num_rows: int) -> LongTexts | None:
+def split_longrope(model: PreTrainedModel, max_len: int, num_rows: int) -> LongTexts | None:
     """Replace longrope embeddings in place, so that frequencies do not depend on other requests.
 
     Returns None if no sequence can exceed the original window. Raises ``OutriderError`` if one can and a module has frequencies
@@ -90,19 +90,20 @@ def settle_longrope(model: PreTrainedModel, max_len: int, num_rows: int) -> Long
     """
     texts = None
     for name, module in list(model.named_modules()):
-        border = original_window(module)
-        if border is None:
+        window = original_window(module)
+        if window is None:
             continue
         if isinstance(module.rope_type, dict):
-            if max_len > border:
+            if max_len > window:
                 raise OutriderError(
-                    f"longrope for some types of layers has other frequencies beyond {border} tokens, which is not supported:"
-                    f" lower max_len={max_len} to {border}"
+                    f"longrope for some types of layers has other frequencies beyond {window} tokens, which is not supported:"
+                    f" lower max_len={max_len} to {window}"
                 )
             continue  # it chooses by the longest sequence, and none is longer
-        if max_len > border and texts is None:
-            texts = LongTexts(border, num_rows, model.device)
-        model.set_submodule(name, LongRope(module, border, texts.is_long) if texts is not None else settled(module, 0))
+        if max_len > window and texts is None:
+            texts = LongTexts(window, num_rows, model.device)
+        fixed = with_fixed_frequencies(module, 0) if texts is None else LongRope(module, window, texts.is_long)
+        model.set_submodule(name, fixed)
     return texts
 
 

@@ -27,8 +27,8 @@ from outrider.runner.cost_book import CostBook
 from outrider.runner.graphs import Run, wait_for
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan
-from outrider.runner.layouts import SHORT, Layouts, rows_from, shared_chunk
-from outrider.runner.longrope import settle_longrope, usual_window
+from outrider.runner.layouts import MIN_PREFILL, Layouts, rows_from, shared_chunk
+from outrider.runner.longrope import split_longrope, usual_window
 from outrider.runner.packed_files import PackedFile
 from outrider.runner.passes import PassRunner
 from outrider.runner.round_hidden import RoundHidden
@@ -73,15 +73,15 @@ class ModelRunner:
         # Recurrent states and models' own masks allow one path only.
         self.supports_trees = not shape.states.kinds and not shape.by_request
         self.max_len = self.cache.max_len  # lower if limited by memory
-        self._long_texts = settle_longrope(model, self.max_len, config.max_batch)
+        self._long_texts = split_longrope(model, self.max_len, config.max_batch)
         self.cache.keeps_prefixes = config.prefix_cache and self._long_texts is None
         if self._long_texts is not None:
             self.cache.on_compact = self._long_texts.keep_rows
-        self.layouts = Layouts(self.cache, device, self.max_len)
+        self.layouts = Layouts(self.cache)
         self.costs = CostBook(self.layouts.is_padded)  # shared by all engines that it serves
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
         # Lengths that a sequence must not cross within a round, because it is then prefilled again with other frequencies.
-        self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.border,)
+        self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.window,)
         self._round_hidden = RoundHidden(copies=self.layouts.is_padded)
         self._round: _PendingScore | None = None
 
@@ -112,7 +112,7 @@ class ModelRunner:
         growth = loading.growth_of(wanted, reader, config.bits, config.dtype) if device.type == "cpu" else 0.0
         fetch_weights(model, growth)
         refuse_too_large(model, growth)
-        loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code, reader)
+        loaded = loading.load_model(model, wanted, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         own_dtype = loaded.dtype
         linear.fuse_on_gpu(loaded)
@@ -126,6 +126,7 @@ class ModelRunner:
     @classmethod
     def _from_object(cls, model: PreTrainedModel, config: RunnerConfig) -> ModelRunner:
         loading.refuse_encoders(model.config)
+        loading.refuse_conversion(model, config.dtype, config.device)
         if config.weights is not None:
             refuse_rounding(config.weights, model.device, model.config, type(model))
         shape = survey_without_weights(model.config, type(model))
@@ -140,7 +141,7 @@ class ModelRunner:
         own_attention = loading.text_config(model)._attn_implementation
         if shape is None:
             shape = survey(model)
-        loading.adopt(model, shape.by_request)
+        loading.prepare_for_passes(model, shape.by_request)
         if linear.is_plain(model) and native.serves(device):
             packing.pack_model(model, config.bits)
         elif config.weights is not None:
@@ -178,28 +179,21 @@ class ModelRunner:
         ``hidden``: the hidden states to report, counted as ``types.Scores`` says; none if no request takes drafts.
         """
         sequences = [request.token_ids for request in context.requests]
-        rows, pending = self.catch_up(context.request_ids, sequences, spare=proposal.num_nodes, hidden=hidden)
-        bases, lens = [self.cache.cached_lens[row] for row in rows], proposal.lens.tolist()
-        drafts = [nodes[:n] for nodes, n in zip(proposal.token_ids.tolist(), lens, strict=True)]
+        rows, pending = self.catch_up(context.request_ids, sequences, draft_slots=proposal.num_nodes, hidden=hidden)
+        bases = [self.cache.cached_lens[row] for row in rows]
+        drafts = [nodes[:n] for nodes, n in zip(proposal.token_ids.tolist(), proposal.lens.tolist(), strict=True)]
         tokens = [text + nodes for text, nodes in zip(pending, drafts, strict=True)]
-        first = [len(text) - 1 for text in pending]
-        is_tree = proposal.parents is not None and proposal.num_nodes > 0
         states, span = None, WHOLE
-        if proposal.partial_pass is not None and not is_tree:
+        if proposal.partial_pass is not None and not proposal.is_tree:
             states, span = self._continued(proposal.partial_pass, context.request_ids, tokens, hidden)
-        width = 1 + proposal.num_nodes
-        inputs = self.layouts.chain(tokens, rows, bases, least=max(first) + width)
-        if is_tree:
-            inputs = self.layouts.tree(inputs, proposal, [len(text) for text in pending])
-        # No logits before the roots; padding has logits only to limit the number of shapes.
-        roots = [start + at for start, at in zip(inputs.starts, first, strict=True)]
-        counts = [width if self.layouts.is_padded else 1 + n for n in lens]
-        places = self.layouts.places(roots, counts)
+        text_lens = [len(text) for text in pending]
+        inputs, logits_at, counts = self.layouts.score_input(tokens, text_lens, proposal, rows, bases)
         given = inputs.ids if states is None else inputs.join(states)
-        logits, found = self.passes.run(given, inputs.layout, hidden, places, span)
-        self._round = _PendingScore(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
+        logits, found = self.passes.run(given, inputs.layout, hidden, logits_at, span)
+        roots = [base + length - 1 for base, length in zip(bases, text_lens, strict=True)]
+        self._round = _PendingScore(context.request_ids, roots, proposal.is_tree)
         read = self._round_hidden.whole(found, context.requests, inputs.starts, [len(text) for text in tokens]) if found else {}
-        logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
+        logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, 1 + proposal.num_nodes).float()
         return Scores(logits, read, first_layer=span.start)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
@@ -251,17 +245,17 @@ class ModelRunner:
         """
         rows = self._rows(request_ids, sequences, hidden)
         uncached = self._num_uncached(sequences, rows)
-        counts = shared_chunk([count if count >= SHORT else 0 for count in uncached], self.config.prefill_chunk)
+        counts = shared_chunk([count if count >= MIN_PREFILL else 0 for count in uncached], self.config.prefill_chunk)
         left = [most - count for most, count in zip(uncached, counts, strict=True)]
         if not self.layouts.is_padded:
             counts = [count if rest else 0 for count, rest in zip(counts, left, strict=True)]
         self._prefill_pass(request_ids, sequences, rows, counts, hidden)
-        return [rest < SHORT for rest in left]
+        return [rest < MIN_PREFILL for rest in left]
 
     def is_prefilled(self, request_ids: Sequence[str], sequences: Sequences) -> list[bool]:
         """Return for each sequence whether at most a few of its tokens are uncached."""
         pairs = zip(request_ids, sequences, strict=True)
-        return [len(text) - 1 - self.cache.cached_len(request_id) < SHORT for request_id, text in pairs]
+        return [len(text) - 1 - self.cache.cached_len(request_id) < MIN_PREFILL for request_id, text in pairs]
 
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> bool:
         """Copy another request's cached prefix to a new request, so that n samples share one prefill.
@@ -281,7 +275,7 @@ class ModelRunner:
 
         All fed tokens count as cached; ``rollback`` rolls back.
         """
-        rows, pending = self.catch_up(request_ids, sequences, spare=0)
+        rows, pending = self.catch_up(request_ids, sequences, draft_slots=0)
         logits, _ = self.feed(self.passes, pending, rows, [self.cache.cached_lens[row] for row in rows])
         for row, text in zip(rows, sequences, strict=True):
             self.cache.cached_lens[row] = len(text)
@@ -303,13 +297,13 @@ class ModelRunner:
         return None  # a separate model runs no part of the target's pass
 
     def catch_up(
-        self, request_ids: Sequence[str], sequences: Sequences, spare: int, hidden: tuple[int, ...] = ()
+        self, request_ids: Sequence[str], sequences: Sequences, draft_slots: int, hidden: tuple[int, ...] = ()
     ) -> tuple[list[int], list[list[int]]]:
         """Prefill uncached tokens beyond one pass. Return the cache rows and the remaining tokens, at least the last one."""
         rows, lens = self._rows(request_ids, sequences, hidden), self.cache.cached_lens
         for row, text in zip(rows, sequences, strict=True):
             self.cache.rollback(row, len(text) - 1)
-        self._prefill(request_ids, sequences, rows, spare, hidden)
+        self._prefill(request_ids, sequences, rows, draft_slots, hidden)
         return rows, [list(text[lens[row] :]) for text, row in zip(sequences, rows, strict=True)]
 
     def prefill_to_last(self, request_ids: Sequence[str], sequences: Sequences, rows: Sequence[int]) -> None:
@@ -331,7 +325,7 @@ class ModelRunner:
         """
         inputs = self.layouts.chain(pending, rows, slots)
         last = [start + len(text) - 1 for start, text in zip(inputs.starts, pending, strict=True)]
-        logits, hidden = passes.run(inputs.ids, inputs.layout, layers, self.layouts.places(last, [1] * len(last)), span)
+        logits, hidden = passes.run(inputs.ids, inputs.layout, layers, self.layouts.row_indices(last, [1] * len(last)), span)
         each = {
             index: [states[start : start + len(text)] for start, text in zip(inputs.starts, pending, strict=True)]
             for index, states in hidden.items()
@@ -347,13 +341,13 @@ class ModelRunner:
         step's tokens are chosen but not fed.
         """
         self.cache.reserve(max(bases) + steps)
-        self.cache.states.wrote(rows, bases, [base + steps - 1 for base in bases])
+        self.cache.states.record_write(rows, bases, [base + steps - 1 for base in bases])
         batch = len(rows)
         # One set of inputs for all steps, updated in place: creating them per step takes half as long as a pass.
         token_ids = torch.empty(1, batch, dtype=torch.long, device=self.device)
         row_ids, slots = torch.tensor([rows, bases], device=self.device)
         every, mask = self.layouts.arange(0, batch), self.layouts.causal(batch, 1)
-        layout = PassLayout(self.cache.tensors, self.cache.shape.places, row_ids, slots, every + 1, slots[None], mask)
+        layout = PassLayout(self.cache.tensors, self.cache.shape.layer_places, row_ids, slots, every + 1, slots[None], mask)
         inputs = [token_ids, *layout.inputs, every, *layout.stores]
         logits, fed = logits.unsqueeze(1), token_ids.view(batch, 1)
         for step in range(steps - 1):
@@ -398,17 +392,17 @@ class ModelRunner:
         return [torch.cat(states) for states in found], LayerSpan(partial.depth)
 
     def _prefill(
-        self, request_ids: Sequence[str], sequences: Sequences, rows: list[int], spare: int, hidden: tuple[int, ...]
+        self, request_ids: Sequence[str], sequences: Sequences, rows: list[int], draft_slots: int, hidden: tuple[int, ...]
     ) -> None:
         """Prefill long uncached sequences in chunks, except for what the following pass can take."""
         longest = max(len(text) for text in sequences)
         if longest > self.max_len:
             raise OutriderError(f"a sequence of {longest} tokens exceeds the context of {self.max_len}")
-        self.cache.reserve(longest + spare + 1)
+        self.cache.reserve(longest + draft_slots + 1)
         most = 0 if self.layouts.is_padded else self.config.prefill_chunk
         while True:
             uncached = self._num_uncached(sequences, rows)
-            if sum([count for count in uncached if count >= SHORT]) <= most:
+            if sum([count for count in uncached if count >= MIN_PREFILL]) <= most:
                 return
             counts = [min(count, self.config.prefill_chunk) for count in uncached]
             self._prefill_pass(request_ids, sequences, rows, counts, hidden)
@@ -444,7 +438,7 @@ class ModelRunner:
         limit = 0 if hidden else None
         rows = [self.cache.row_for(request_id, text, limit) for request_id, text in zip(request_ids, sequences, strict=True)]
         if self._long_texts is not None:
-            self._long_texts.settle(rows, sequences, self.cache.cached_lens)
+            self._long_texts.update(rows, sequences, self.cache.cached_lens)
         return rows
 
     def measure_pass(
@@ -457,7 +451,9 @@ class ModelRunner:
         span: LayerSpan = WHOLE,
         passes: PassRunner | None = None,
     ) -> float:
-        """Measure a pass of ``width`` tokens per request over ``cache_len`` cached ones: the fewest seconds of ``repeat`` runs.
+        """Return the seconds of a pass of ``width`` tokens per request over ``cache_len`` cached ones.
+
+        That is the minimum of ``repeat`` runs after one warm-up.
 
         ``hidden``: the hidden states to report; ``span`` must begin at the first layer; ``passes``: instead of the runner's.
         Raises ``OutriderError`` if fewer than ``batch`` rows of the cache are free.

@@ -68,7 +68,7 @@ class PackedFile:
             return None
         for code, names in ((Path(__file__).parent, CODE), (native.build.FOLDER, NATIVE_CODE)):
             texts += [path.read_text() for name in names for path in sorted(code.glob(name))]
-        versions = [torch.__version__, transformers.__version__, str(kernels.prefers_pairs())]
+        versions = [torch.__version__, transformers.__version__, str(kernels.has_fast_bfloat16())]
         return cls(folder, bits, f"{family}-{_hash(repr(stats), *texts, *versions)}", family)
 
     def load(self, config: PreTrainedConfig, model_class: Any, by_request: bool) -> PreTrainedModel | None:
@@ -79,7 +79,7 @@ class PackedFile:
         try:
             stored = torch.load(path, mmap=True, weights_only=True)
             model = without_weights(config, model_class, stored["dtype"])
-            packing.pack_model(loading.adopt(model, by_request), self.bits)
+            packing.pack_model(loading.prepare_for_passes(model, by_request), self.bits)
             _fill(model, stored["tensors"], path.stat().st_size)
         except Exception as error:  # for example, a file of other code
             if is_out_of_memory(error):  # the file is good, and may be the only way to run the model
@@ -119,8 +119,10 @@ def _fill(model: PreTrainedModel, stored: dict[str, Tensor], num_bytes: int) -> 
 
     The file may have more: some modules create tensors in their first pass.
     """
-    if not _form(dict(_tensors(model))).items() <= _form(stored).items():
-        raise OutriderError("its tensors differ")
+    forms = _form(stored)
+    other = next((name for name, form in _form(dict(_tensors(model))).items() if forms.get(name) != form), None)
+    if other is not None:
+        raise OutriderError(f"its tensor {other} is missing or has another shape or dtype")
     free = free_memory()
     in_memory = free is not None and 2 * num_bytes < free  # huge pages are faster than a mapped file
     found: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Replacing a model's layers by those of the CPU kernels."""
+"""Replace a model's layers with those of the CPU kernels."""
 
 from __future__ import annotations
 

@@ -55,12 +55,12 @@ class ParallelDraft(ModelRunner):
         self, request_ids: Sequence[str], sequences: Sequence[Sequence[int]], steps: int, next_token: NextToken
     ) -> None:
         """Draft ``steps`` tokens after each sequence in one pass; ``next_token(logits [B, 1, V], step)`` chooses each."""
-        rows, pending = self.catch_up(request_ids, sequences, spare=steps)
+        rows, pending = self.catch_up(request_ids, sequences, draft_slots=steps)
         bases, masks = [self.cache.cached_lens[row] for row in rows], [self.mask_token] * (steps - 1)
         # Padded passes are captured once per width: the next round catches up with at most ``steps`` + 1 tokens.
         inputs = self.layouts.chain([text + masks for text in pending], rows, bases, least=2 * steps)
         last = [start + len(text) - 1 for start, text in zip(inputs.starts, pending, strict=True)]
-        logits, _ = self.passes.run(inputs.ids, inputs.layout, (), self.layouts.places(last, [steps] * len(rows)))
+        logits, _ = self.passes.run(inputs.ids, inputs.layout, (), self.layouts.row_indices(last, [steps] * len(rows)))
         for row, text in zip(rows, sequences, strict=True):
             self.cache.cached_lens[row] = len(text)
         by_step = logits.view(len(rows), steps, -1).float()

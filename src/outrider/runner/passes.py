@@ -5,7 +5,7 @@ On a GPU both are captured as graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +19,20 @@ from outrider.runner.kv_cache import KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan
 from outrider.runner.linear import is_packed
 
-Kind = tuple[tuple[int, ...], LayerSpan]  # (hidden states, layers)
+ProgramKey = tuple[tuple[int, ...], LayerSpan]  # (hidden states, layers)
 
 
 class ProgramRunner:
-    """Runs the programs of one model, all of them compiled or all of them eager.
+    """Runs the programs of one model, compiled or eager like the first one.
 
-    The two round differently, so changing from one to the other could change the text of the same request. The first program
-    that is run decides; only ``compile_now`` changes it afterwards.
+    The two round differently, so changing from one to the other could change the text of the same request: only ``compile_now``
+    does, for all programs or for none. After compiled programs, one that cannot be compiled is eager.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        make: Callable[[Kind], Program],
+        make: Callable[[ProgramKey], Program],
         cache: KVCache,
         compile: str,
         on_compiled: Callable[[], None] | None = None,
@@ -46,51 +46,54 @@ class ProgramRunner:
         self._compile = "never" if cache.shape.by_request else compile
         self._takes_graphs = cache.device.type == "cuda" and not cache.shape.states.kinds
         self._num_stores = len(cache.tensors)
-        self._can_compile = is_packed(model) or (self._takes_graphs and compiled_gpu.suits(model))
-        self._runs: dict[Kind, Run] = {}
-        self._compiled: set[Kind] = set()
+        is_supported = is_packed(model) or (self._takes_graphs and compiled_gpu.suits(model))
+        self._can_compile = is_supported and self._compile != "never"
+        self._runs: dict[ProgramKey, Run] = {}
+        self._compiled: set[ProgramKey] = set()
 
     def runner_of(self, layers: tuple[int, ...] = (), span: LayerSpan = WHOLE) -> Run:
         """Return the function that runs a program; it takes a list of the program's inputs."""
-        kind = (layers, span)
-        if kind not in self._runs:
-            self._runs[kind] = self._prepare(kind, build=self._compile == "always" or bool(self._compiled))
-        return self._runs[kind]
+        key = (layers, span)
+        if key not in self._runs:
+            module, build = self._make(key), self._compile == "always" or bool(self._runs)
+            compiled_run = compiled.load(module, build) if self._can_compile and self.is_compiled else None
+            if compiled_run is None:
+                self._runs[key] = self._captured(lambda inputs: tuple(module(*inputs)))
+            else:
+                self._add_compiled({key: compiled_run})
+        return self._runs[key]
 
     def compile_now(self) -> None:
-        """Compile the programs in use, or load them from the disk cache, now; those that come later are compiled as well."""
-        eager = self._runs.keys() - self._compiled
-        if self._compile != "never" and self._can_compile and eager:
-            for kind in eager:
-                self._runs[kind] = self._prepare(kind, build=True)
-            if eager & self._compiled and self._on_compiled is not None:
-                self._on_compiled()
+        """Compile the programs in use, or load them from the disk cache, now; those that come later are compiled as well.
+
+        If one of them cannot be compiled, none changes.
+        """
+        found: dict[ProgramKey, Run] = {}
+        for key in self._runs.keys() - self._compiled if self._can_compile else ():
+            compiled_run = compiled.load(self._make(key), build=True)
+            if compiled_run is None:
+                return
+            found[key] = compiled_run
+        self._add_compiled(found)
+        if found and self._on_compiled is not None:
+            self._on_compiled()
 
     @property
     def is_compiled(self) -> bool:
         """Return whether every program run so far is compiled."""
-        return bool(self._runs) and self._compiled == self._runs.keys()
+        return self._compiled == self._runs.keys()
 
     @property
     def could_compile(self) -> bool:
         """Return whether programs are eager only because no compiled ones were found."""
         return self._compile == "auto" and bool(self._runs) and not self._compiled and self._can_compile
 
-    def _prepare(self, kind: Kind, build: bool) -> Run:
-        module = self._make(kind)
+    def _add_compiled(self, found: dict[ProgramKey, Run]) -> None:
+        self._runs |= {key: self._captured(run) for key, run in found.items()}
+        self._compiled |= found.keys()
 
-        def eager(inputs: list[Tensor]) -> Sequence[Tensor]:
-            return tuple(module(*inputs))
-
-        if self._compile == "never":
-            return eager
-        run: Run = eager
-        if self._can_compile and (build or not self._runs):  # after eager passes, compiled ones would change the rounding
-            found = compiled.load(module, build)
-            if found is not None:
-                self._compiled.add(kind)
-                run = found
-        return GraphRunner(run, self._num_stores) if self._takes_graphs else run
+    def _captured(self, run: Run) -> Run:
+        return GraphRunner(run, self._num_stores) if self._takes_graphs and self._compile != "never" else run
 
 
 class PassRunner(ProgramRunner):

@@ -93,7 +93,7 @@ def make_8_bits(head: nn.Module) -> None:
     if not layers:
         raise OutriderError("8-bit heads need a CPU with Outrider's kernels: leave out bits=8")
     for layer in layers:
-        if kernels.suits_bytes(layer.packed) and not isinstance(layer, ExpertLinears):
+        if kernels.can_use_int8_products(layer.packed) and not isinstance(layer, ExpertLinears):
             layer.packed, layer.scales = quantize_in_fours(layer.packed)
         else:
             layer.packed = blocks.repack(layer.packed, 8)
@@ -105,7 +105,7 @@ def quantize_in_fours(packed: Tensor) -> tuple[Tensor, Tensor]:
     codes, scales = huge_pages.empty((panels, inputs // 4, lanes, 4), torch.int8), torch.empty(1, panels, lanes)
     step = max(1, CHUNK // (inputs * lanes))
     for at in range(0, panels, step):
-        part = kernels.one_by_one(packed[at : at + step]).float()  # [n, inputs, 32]
+        part = kernels.deinterleaved(packed[at : at + step]).float()  # [n, inputs, 32]
         scales[0, at : at + step] = largest = part.abs().amax(1).clamp_(min=1e-30) / 127
         codes[at : at + step] = part.div_(largest[:, None]).round_().view(-1, inputs // 4, 4, lanes).transpose(2, 3)
     return codes, scales.view(1, panels * lanes)

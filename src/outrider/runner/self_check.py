@@ -125,7 +125,7 @@ def _cached_logits(model: PreTrainedModel, cache: KVCache, layouts: Layouts, tex
             fed = [part + wrong[stop : stop + more] for part, stop, more in zip(parts, stops, extra, strict=False)]
             inputs = layouts.chain(fed, rows, list(starts[: len(rows)]))
             lens = [len(part) for part in parts]
-            logits, _ = passes.run(inputs.ids, inputs.layout, (), layouts.places(inputs.starts, lens))
+            logits, _ = passes.run(inputs.ids, inputs.layout, (), layouts.row_indices(inputs.starts, lens))
             for start, part in zip(starts, logits.float().split(lens), strict=False):
                 found.append((f"{what}, {len(part)} tokens from {start} on", start, part))
     return found

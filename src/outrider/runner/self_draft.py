@@ -45,7 +45,7 @@ class SelfDraft:
         Uncached tokens beyond one pass are first prefilled by the whole model.
         """
         runner = self._runner
-        self._rows, self._fed = runner.catch_up(request_ids, sequences, spare=0)
+        self._rows, self._fed = runner.catch_up(request_ids, sequences, draft_slots=0)
         if runner.max_drafts is not None:  # drafting overwrites the older states, but scoring starts from one of them
             runner.prefill_to_last(request_ids, sequences, self._rows)
             self._fed = [fed[-1:] for fed in self._fed]

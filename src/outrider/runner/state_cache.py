@@ -88,7 +88,7 @@ class StateCache:
                     new[:, row] = old[:, source]
         self.stores, self._lost = stores, lost
 
-    def wrote(self, rows: Sequence[int], bases: Sequence[int], ends: Sequence[int]) -> None:
+    def record_write(self, rows: Sequence[int], bases: Sequence[int], ends: Sequence[int]) -> None:
         """Record that a pass writes states at positions ``bases`` to ``ends``, exclusive; base 0 starts a new sequence."""
         if self.stores:
             for row, base, end in zip(rows, bases, ends, strict=True):

@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from outrider.errors import first_line
 from outrider.runner import attention, recurrence
-from outrider.runner.attention import OwnAttention
+from outrider.runner.attention import UnsupportedAttention
 from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.kv_cache import INDEXED, CacheShape, LayerShape, PassThrough
 from outrider.runner.loading import (
@@ -78,7 +78,7 @@ def survey(model: PreTrainedModel) -> CacheShape:
     drop_losses(model)
     try:
         return _survey_attention(model)
-    except OwnAttention:
+    except UnsupportedAttention:
         model.set_attn_implementation(own)
         shape = _survey_stores(model)
         if shape is None:
@@ -95,7 +95,7 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
     try:
         model.set_attn_implementation(NAME)
     except (ValueError, KeyError) as error:
-        raise OwnAttention(_not_attending(name)) from error
+        raise UnsupportedAttention(_not_attending(name)) from error
     ran: set[int] = set()
     try:
         with torch.inference_mode(), recurrence.active_states(seen), _noting_layers(model, ran):
@@ -104,14 +104,14 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
         raise type(error)(f"{model.config.model_type}: {error}; {INSTEAD}") from error
     except Exception as error:
         if not seen.layers and not seen.states and not decoder_of(model)._can_set_attn_implementation():
-            raise OwnAttention(_not_attending(name)) from error
+            raise UnsupportedAttention(_not_attending(name)) from error
         if model.device.type == "meta" and "meta" in str(error):  # its shapes depend on values
             raise
         raise OutriderError(f"{name} fails on a short text: {first_line(error)}; {INSTEAD}") from error
     known = {*seen.layers, *seen.shared, *(key.layer for key in seen.states)}
     kinds = getattr(text_config(model), "layer_types", None) or ()
     if not ran <= known | {layer for layer, kind in enumerate(kinds) if kind in WITHOUT_CACHE}:
-        raise OwnAttention(_not_attending(name))
+        raise UnsupportedAttention(_not_attending(name))
     return CacheShape.of(seen.layers, seen.shared, StateShapes.of(seen.states))
 
 
@@ -224,7 +224,7 @@ def _attend(
     if layer is None:
         raise OutriderError(f"{type(module).__name__} has no layer index")
     if layer in seen.layers or layer in seen.shared:
-        raise OwnAttention(
+        raise UnsupportedAttention(
             f"{type(module).__name__} attends more than once in a layer, which Outrider's cache does not support"
         )
     attention.check(module, attention_mask, options)

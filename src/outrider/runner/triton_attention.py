@@ -51,13 +51,14 @@ def _write(  # noqa: PLR0913
 
 @triton.jit
 def _seen(  # noqa: PLR0913
-    visible_ptr, positions_ptr, slot, place, position, base, length, width, reach, WINDOW: tl.constexpr, CHUNK: tl.constexpr
+    visible_ptr, positions_ptr, slot, place, position, base, length, width, mask_slots,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return which slots [S] the tokens at these places of a request, and at these positions, see: [R, S]."""
-    column = slot - (base + width - reach)  # in ``visible``; slots before it are seen by all
+    column = slot - (base + width - mask_slots)  # in ``visible``; slots before it are seen by all
     is_real = place < length
-    has_column = (column >= 0) & (column < reach)
-    at = visible_ptr + place[:, None] * reach + column[None]
+    has_column = (column >= 0) & (column < mask_slots)
+    at = visible_ptr + place[:, None] * mask_slots + column[None]
     is_seen = tl.load(at, mask=is_real[:, None] & has_column[None], other=0) != 0
     is_seen = (is_seen | (column < 0)[None]) & is_real[:, None]
     if (WINDOW > 0) | (CHUNK > 0):
@@ -79,11 +80,11 @@ def _weighed(scores, best):
     return higher, tl.exp(best - safe), tl.exp(scores - safe[:, None])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_heads", "width", "reach", "part_slots"])
+@triton.jit(do_not_specialize=["num_tokens", "num_heads", "width", "mask_slots", "part_slots"])
 def _attend(  # noqa: PLR0913
     query_ptr, keys_ptr, values_ptr, rows_ptr, bases_ptr, ends_ptr, positions_ptr, visible_ptr, out_ptr, sums_ptr,
     query_head, query_token, query_dim, keys_row, keys_head, keys_slot, values_row, values_head, values_slot,
-    num_tokens, num_heads, width, reach, part_slots, scale,
+    num_tokens, num_heads, width, mask_slots, part_slots, scale,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IS_WHOLE: tl.constexpr,
     GROUP: tl.constexpr, KEY_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -104,12 +105,12 @@ def _attend(  # noqa: PLR0913
     queries = query_ptr + head[:, None] * query_head + token[:, None] * query_token + key_dim[None] * query_dim
     query = tl.load(queries, mask=is_real[:, None] & (key_dim < KEY_SIZE)[None], other=0.0)
     position = tl.load(positions_ptr + token, mask=is_real, other=0)
-    visible = visible_ptr + request * width * reach
+    visible = visible_ptr + request * width * mask_slots
 
     low = part.to(tl.int64) * part_slots
     high = tl.minimum(low + part_slots, base + length)
     if WINDOW > 0:
-        low = tl.maximum(low, tl.maximum(base + width - reach - WINDOW, 0) // SLOTS * SLOTS)
+        low = tl.maximum(low, tl.maximum(base + width - mask_slots - WINDOW, 0) // SLOTS * SLOTS)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, VALUE_DIM], tl.float32)
@@ -121,7 +122,7 @@ def _attend(  # noqa: PLR0913
         scores = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION) * scale
         if SOFTCAP > 0:
             scores = SOFTCAP * (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1)  # tanh
-        is_seen = _seen(visible, positions_ptr + start, slot, place, position, base, length, width, reach, WINDOW, CHUNK)
+        is_seen = _seen(visible, positions_ptr + start, slot, place, position, base, length, width, mask_slots, WINDOW, CHUNK)
         scores = tl.where(is_seen & is_written[None], scores, float("-inf"))
         best, shrink, weights = _weighed(scores, best)
         stored = values_ptr + row * values_row + group * values_head + slot[:, None] * values_slot + value_dim[None]
@@ -188,7 +189,7 @@ def attend(  # noqa: PLR0913 - an operator's signature
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute what ``kernels.reference_attend`` does, on tensors of a GPU."""
-    (batch, width, reach), (heads, tokens, key_size) = visible.shape, query.shape[1:]
+    (batch, width, mask_slots), (heads, tokens, key_size) = visible.shape, query.shape[1:]
     kv_heads, value_size, capacity = key.shape[1], value.shape[3], keys.shape[3]
     keys, values, visible = keys[layer], values[layer], visible.contiguous()
     where: tuple[Any, ...] = (cache_rows.contiguous(), bases.contiguous(), ends.contiguous())
@@ -211,7 +212,7 @@ def attend(  # noqa: PLR0913 - an operator's signature
     _attend[batch * -(-width * group // rows), kv_heads, parts](
         *(query, keys, values, *where, positions.contiguous(), visible.view(torch.uint8), mixed, sums),
         *(*query.stride()[1:], *strides),
-        *(tokens, heads, width, reach, PART if parts > 1 else capacity, scale),
+        *(tokens, heads, width, mask_slots, PART if parts > 1 else capacity, scale),
         SOFTCAP=softcap, WINDOW=window, CHUNK=chunk, IS_WHOLE=is_whole,
         GROUP=group, **sizes, ROWS=rows, SLOTS=slots, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=WARPS, num_stages=STAGES,

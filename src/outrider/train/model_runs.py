@@ -159,7 +159,8 @@ def trainable(source: str) -> PreTrainedModel:
     Raises ``OutriderError`` like ``check_trainable``, and for broken or incomplete weights.
     """
     check_trainable(source)
-    model = loading.load_model(source, "auto", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = loading.load_model(source, loading.load_config(source), "auto", device)
     loading.check_weights(model, source)
     wide: PreTrainedModel = model.float()
     return wide

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from outrider.runner.attention import reach_of
+from outrider.runner.attention import range_of
 
 NAME = "outrider_rollout"
 
@@ -45,7 +45,7 @@ def attend(
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     steps = _steps.setdefault(int(module.layer_idx), [])  # type: ignore[arg-type]
     steps.append((key, value))
-    window, cap, sinks = reach_of(module, options).window, options.get("softcap"), options.get("s_aux")
+    window, cap, sinks = range_of(module, options).window, options.get("softcap"), options.get("s_aux")
     is_plain = not window and not cap and sinks is None
     if len(steps) == 1 and is_plain and query.is_cuda:  # its CPU backward pass is slower than the plain products below
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling).transpose(1, 2), None

@@ -44,7 +44,7 @@ class ModelOpt(Format):
         return fp8.read(layer, "weight_scale", None)
 
 
-def stated_beside(folder: Path) -> dict[str, Any] | None:
+def quantization_file_of(folder: Path) -> dict[str, Any] | None:
     """Return the quantisation that ``FILE`` states for a folder's weights; None without one.
 
     Raises ``OutriderError`` if the file is broken.

@@ -74,7 +74,7 @@ class StoredQuantizer(HfQuantizer):
     def preprocess_model(
         self, model: PreTrainedModel, dtype: Any = None, checkpoint_files: Sequence[str] | None = None, **_: Any
     ) -> None:
-        place(model, self.quantization_config.reader, checkpoint_files or ())
+        replace_layers(model, self.quantization_config.reader, checkpoint_files or ())
 
     def postprocess_model(self, model: PreTrainedModel, **_: Any) -> None:
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]  # other code sees a model in 16 bits
@@ -109,7 +109,7 @@ def headers(files: Sequence[str]) -> dict[str, Tensor]:
     return found
 
 
-def place(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
+def replace_layers(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
     """Replace linear layers that the files store quantised by ``StoredLinear`` ones, in place; the model is on the meta device.
 
     Raises ``OutriderError``, naming the tensor, for one that is missing or of another dtype or shape than the format's, and for

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider import native
-from outrider.types import OutriderError
-from outrider.types import dtype_name as dtype_name
+from outrider.types import OutriderError, dtype_name
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,12 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
 from outrider import native
 from outrider.memory import require_memory
-from outrider.runner.checkpoints.weight import dtype_name
 from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weights_of
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import FACTORS, Array
 from outrider.runner.gguf.file import PLAIN, FileTensor, GgufFile, close_cached_files, tensors_by_parameter
 from outrider.runner.linear import JoinedLinear, PackedEmbedding, PackedLinear, is_plain_embedding
-from outrider.types import OutriderError
+from outrider.types import OutriderError, dtype_name
 
 logger = logging.getLogger(__name__)
 
