@@ -41,6 +41,11 @@ def test_a_missing_model_folder(outrider: Run, command: str, tmp_path: Path) -> 
     assert_one_line(outrider(command, "--target", tmp_path / "nowhere", "hi"), "no model folder", "nowhere")
 
 
+def test_a_model_name_too_long_for_a_path(outrider: Run, target: Path) -> None:
+    assert_one_line(outrider("generate", "--target", "x y" * 100, "hi"), "no model folder")
+    assert_one_line(outrider("generate", "--target", target, "--draft", "x y" * 100, "hi"), "x yx y")
+
+
 def test_a_missing_gguf_file(outrider: Run, tmp_path: Path) -> None:
     expected = "expected a folder, a .gguf file or a Hugging Face id owner/name"
     assert_one_line(outrider("generate", "--target", tmp_path / "nope.gguf", "hi"), "nope.gguf", expected)

@@ -25,6 +25,7 @@ from outrider.server.completions import CompletionBody
 
 SHORT = SamplingParams(max_tokens=4)
 OPTIONS = [*declared(Speculation), *declared(RunnerConfig)]
+EAGLE = {"method": "eagle"}
 ANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
@@ -136,9 +137,14 @@ def test_a_class_is_rejected_where_an_instance_is_expected(folder):
 
 @pytest.mark.parametrize("name", ["a prompt " * 40, "/" + "x" * 300, "owner/" + "x" * 300, "x" * 300 + ".gguf"])
 def test_a_source_too_long_for_a_path_is_rejected_in_one_line(folder, name):
-    for model, tokenizer in ((name, None), (folder, name)):
+    for model, more in (
+        (name, {}),
+        (folder, {"tokenizer": name}),
+        (folder, {"draft": name}),
+        (folder, {"draft": name, **EAGLE}),
+    ):
         with pytest.raises(OutriderError) as error:
-            LLM(model, tokenizer=tokenizer, compile="never")
+            LLM(model, **more, compile="never")
         assert one_line(error.value)
 
 

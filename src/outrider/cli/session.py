@@ -163,13 +163,13 @@ def check_source(model: str | None, growth: float = 1.0) -> None:
         hub.check_repository(model, growth)
         return
     path = expanded(model)
-    if path.is_dir():
+    if os.path.isdir(path):  # methods of Path raise OSError for a name that is too long
         if not (path / "config.json").is_file() and not list(path.glob("*.gguf")):
             raise OutriderError(not_a_model_folder(model))
         return
-    if path.is_file() and path.suffix == ".gguf":
+    if os.path.isfile(path) and path.suffix == ".gguf":
         return
-    if path.exists():
+    if os.path.exists(path):
         raise OutriderError(f"{model} is a file: give the folder with config.json and the weights, or a .gguf file")
     if not hub.is_hub_id(model):
         raise OutriderError(f"no model folder {model!r}: {hub.expected_of(model)}")
@@ -191,7 +191,7 @@ def check_draft(draft: str | None) -> None:
     """Raise ``OutriderError`` unless ``draft`` is a folder, a hub id, or a file of Medusa heads."""
     from outrider.heads.checkpoint import SUFFIXES
 
-    if draft is None or not (expanded(draft).is_file() and expanded(draft).suffix in SUFFIXES):
+    if draft is None or not (os.path.isfile(expanded(draft)) and expanded(draft).suffix in SUFFIXES):
         check_source(draft)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,9 +102,10 @@ MTP = DraftKind(
 def find_folder(source: str | Path) -> Path:
     """Return a local folder, or the download of a hub id. Raises ``OutriderError`` if there is none."""
     path = expanded(source)
-    if path.is_dir() or (path.is_file() and path.suffix in SUFFIXES):
+    # Methods of Path raise OSError for a name that is too long.
+    if os.path.isdir(path) or (os.path.isfile(path) and path.suffix in SUFFIXES):
         return path
-    if path.exists() or is_path(source) or str(source).count("/") != 1:
+    if os.path.exists(path) or is_path(source) or str(source).count("/") != 1:
         raise OutriderError(f"no head at {source}: expected a folder with config.json and weights, or a hub id")
     return fetch(str(source))
 
