@@ -192,7 +192,7 @@ class Run:
 
 def exit_code(process: Any) -> int | None:
     process.join(5)
-    return process.exitcode  # type: ignore[no-any-return]
+    return process.exitcode
 
 
 def processor_seconds(pid: int) -> float:

@@ -130,7 +130,7 @@ def _generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     config.pad_token_id = 0
     generate: Any = model.generate
     out = generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, num_beams=1)
-    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+    return out[0, len(prompt) :].tolist()
 
 
 def _cell(source: Any, wanted: list[list[int]], options: dict[str, Any]) -> str:

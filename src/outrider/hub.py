@@ -383,7 +383,7 @@ def _snapshot(repo_id: str, names: Sequence[str]) -> Path:
         def update(self, n: float | None = 1) -> bool | None:
             if is_interrupted.is_set():
                 raise InterruptedError("the download was interrupted")
-            return super().update(n)  # type: ignore[no-any-return]
+            return super().update(n)
 
     constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, CHUNK)
     with ThreadPoolExecutor(1) as pool:

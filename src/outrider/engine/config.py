@@ -116,8 +116,7 @@ def check_method(speculation: Speculation) -> list[object]:
     method, given = PROPOSERS.get(name), options | dict(speculation.method_options)
     with errors_as(speculation.method, OutriderError, detail=str):
         method.check_options(given)
-    drafts: list[object] = method.drafts_in(given, speculation.draft, speculation.drafts)
-    return drafts
+    return method.drafts_in(given, speculation.draft, speculation.drafts)
 
 
 def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> Proposer:

@@ -45,8 +45,7 @@ class Deployment:
     @property
     def own_k(self) -> int | None:
         """Return the number of drafts per round that the plan sets, if any."""
-        k: int | None = self.given("num_draft_tokens")
-        return k
+        return self.given("num_draft_tokens")
 
     @property
     def k(self) -> int:
@@ -125,16 +124,14 @@ def _sources(method: str, draft: str | None, drafts: Mapping[str, str]) -> list[
         return [] if draft is None else [draft]
     name, options = split_method(method)
     PROPOSERS.get(name).check_options(options)
-    found: list[object] = PROPOSERS.get(name).drafts_in(options, draft, drafts)
-    return found
+    return PROPOSERS.get(name).drafts_in(options, draft, drafts)
 
 
 def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable:
     name, options = split_method(method)
     kind: Any = PROPOSERS.get(name).portable(Setting.without_target(draft=draft, options=options, drafts=drafts))
     source = getattr(kind, "source", None)  # its model or head, if it has one
-    found: Portable = kind if source is None else replace(kind, source=located(source))
-    return found
+    return kind if source is None else replace(kind, source=located(source))
 
 
 def _tokenizers_differ(target: str, draft: str) -> bool:

@@ -141,5 +141,4 @@ def build(method: str) -> Proposer:
     factory = PROPOSERS.get(name)
     if not factory.is_model_free:
         raise OutriderError(f"method {name!r} is not text-based: only text-based proposers run inside vLLM")
-    proposer: Proposer = factory.build(Setting.without_target(options=options))
-    return proposer
+    return factory.build(Setting.without_target(options=options))

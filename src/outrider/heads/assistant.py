@@ -89,17 +89,14 @@ class AssistantHead(RolloutHead):
         for layer in self.layers:
             kind = _kind_of(layer)
             out = layer(out, shared_kv_states=none, position_embeddings=rotations[kind], position_ids=position_ids)
-        normed: Tensor = self.norm(out)
-        return normed
+        return self.norm(out)
 
     def feedback(self, out: Tensor) -> Tensor:
-        fed: Tensor = self.post_projection(out)
-        return fed
+        return self.post_projection(out)
 
     def logits(self, out: Tensor) -> Tensor:
         if not self.num_clusters:
-            found: Tensor = self.lm_head(out)
-            return found
+            return self.lm_head(out)
         clusters = self.centroids(out).topk(self.num_clusters, -1).indices
         order: Any = self.token_ordering
         tokens = order.view(self.centroids.out_features, -1)[clusters].flatten(-2)  # [..., clusters x tokens of each]
@@ -210,8 +207,7 @@ def sources_of(target: ModelRunner) -> dict[str, int]:
 
 
 def _kind_of(layer: Any) -> str:
-    kind: str = layer.self_attn.layer_type
-    return kind
+    return layer.self_attn.layer_type
 
 
 def _own_name(name: str, head: AssistantHead) -> str:

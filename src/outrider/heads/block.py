@@ -107,8 +107,7 @@ class BlockAttention(nn.Module):
         # One product for both, so that the weights are read once. Query, key and value share their input: it is one tensor.
         rows = torch.cat((context, hidden), 1)
         query, key, value = self.project(rows, context.shape[1], rotation)
-        out: Tensor = self.o_proj(attend(self, query, key, value).flatten(2))
-        return out
+        return self.o_proj(attend(self, query, key, value).flatten(2))
 
 
 class GroupedConv(nn.Module):
@@ -157,8 +156,7 @@ class BlockLayer(nn.Module):
 
     def forward(self, hidden: Tensor, context: Tensor, rotation: Rotation, attend: Attend, block_index: Tensor) -> Tensor:
         def attention(normed: Tensor) -> Tensor:
-            out: Tensor = self.self_attn(normed, context, rotation, attend)
-            return out
+            return self.self_attn(normed, context, rotation, attend)
 
         sublayers = (
             (self.input_layernorm, attention, self.attention_conv),
@@ -180,8 +178,7 @@ class MarkovHead(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Map tokens [...] of the target to [..., Vd]."""
-        out: Tensor = self.markov_w2(self.markov_w1(token_ids))
-        return out
+        return self.markov_w2(self.markov_w1(token_ids))
 
 
 class CandidateSelector(nn.Module):
@@ -249,8 +246,7 @@ class BlockHead(FeatureHead):
             yield layer.self_attn
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        fused: Tensor = self.hidden_norm(self.fc(torch.cat(list(features), -1)))
-        return fused
+        return self.hidden_norm(self.fc(torch.cat(list(features), -1)))
 
     def forward(self, hidden: Tensor, context: Tensor, rotation: Rotation, attend: Attend, block_index: Tensor) -> Tensor:
         """Map the embeddings of blocks [B, T, H], in the context of fused features [B, C, H], to the input of ``logits``.
@@ -260,8 +256,7 @@ class BlockHead(FeatureHead):
         """
         for layer in self.layers:
             hidden = layer(hidden, context, rotation, attend, block_index)
-        out: Tensor = self.norm(hidden)
-        return out
+        return self.norm(hidden)
 
     def logits(self, out: Tensor) -> Tensor:
         """Map [..., H] to logits [..., Vd] for ``logits_after``."""

@@ -68,8 +68,7 @@ class FusedLayer(LlamaDecoderLayer):
         residual = normed if self.norm_before_residual else hidden
         attended, _ = self.self_attn(hidden_states=torch.cat((self.input_layernorm(embeds), normed), -1), **options)
         hidden = residual + attended
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class EagleHead(RolloutHead):
@@ -128,8 +127,7 @@ class EagleHead(RolloutHead):
         if self.shape.fc_norm:
             features = [norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)]
         joined = torch.cat(list(features), -1)
-        fused: Tensor = self.fc(self.input_norm(joined) if self.shape.norm_before_fc else joined)
-        return fused
+        return self.fc(self.input_norm(joined) if self.shape.norm_before_fc else joined)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:
         embeds = self.embed(token_ids, hidden)
@@ -150,7 +148,7 @@ class EagleHead(RolloutHead):
         if self.shape.generation == 3:
             out = self.norm(out)
             if self.shape.own_output:
-                return self.lm_head(out)  # type: ignore[no-any-return]
+                return self.lm_head(out)
         return self.target_logits(out)
 
     def set_attention(self, name: str) -> None:

@@ -69,8 +69,7 @@ class MedusaHeads(nn.Module):
 
     def one(self, index: int, hidden: Tensor) -> Tensor:
         """Map hidden states [..., H] to logits [..., V'] of one head."""
-        logits: Tensor = self.lm_heads[index](self.blocks[index](hidden))
-        return logits
+        return self.lm_heads[index](self.blocks[index](hidden))
 
     def to_target_vocabulary(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Expand [..., V'] to float32 [..., V] over the target's vocabulary, ``IMPOSSIBLE_LOGIT`` for tokens the heads lack."""

@@ -82,8 +82,7 @@ class LayerTemplate:
 def run_layer(layer: nn.Module, hidden: Tensor, position_ids: Tensor, rotation: Rotation) -> Tensor:
     """Apply a decoder layer of transformers to [B, T, H]."""
     out = layer(hidden, attention_mask=None, position_ids=position_ids, position_embeddings=rotation)
-    found: Tensor = out[0] if isinstance(out, tuple) else out
-    return found
+    return out[0] if isinstance(out, tuple) else out
 
 
 class MtpHead(RolloutHead):
@@ -127,8 +126,7 @@ class MtpHead(RolloutHead):
     def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:
         joined = torch.cat((self.embed_norm(self.embed(token_ids, hidden)), self.hidden_norm(hidden)), -1)
         rotation = rotation or self.rotary_emb(hidden, position_ids)
-        out: Tensor = self.norm(run_layer(self.layers[0], self.fc(joined), position_ids, rotation))
-        return out
+        return self.norm(run_layer(self.layers[0], self.fc(joined), position_ids, rotation))
 
     def logits(self, out: Tensor) -> Tensor:
         return self.target_logits(out) if self.uses_targets_output else self.lm_head(out)

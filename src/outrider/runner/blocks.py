@@ -228,8 +228,7 @@ def _narrowest(numbers: Tensor | Products) -> str:
 
 
 def _dtype(numbers: str) -> torch.dtype:
-    found: torch.dtype = torch.int8 if numbers in ("zeros", "products") else getattr(torch, numbers)
-    return found
+    return torch.int8 if numbers in ("zeros", "products") else getattr(torch, numbers)
 
 
 def is_blocks(packed: Tensor) -> bool:

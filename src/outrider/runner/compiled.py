@@ -90,8 +90,7 @@ def _load(module: Program, path: Path) -> Run:
     package = torch.classes.outrider.Package(str(path))
     tensors = module.tensors()
     package.load({name: tensors[name] for name in package.names()})
-    run: Run = package.run
-    return run
+    return package.run
 
 
 def export(module: Program) -> ExportedProgram:

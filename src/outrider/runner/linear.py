@@ -136,7 +136,7 @@ def weight_of(module: nn.Module) -> Tensor:
     packed = getattr(module, "packed", None)
     if packed is None:
         weight: Any = module.weight
-        return weight  # type: ignore[no-any-return]
+        return weight
     is_embedding = isinstance(module, PackedEmbedding)
     outputs: Any = module.num_embeddings if is_embedding else module.out_features
     inputs: Any = module.embedding_dim if is_embedding else module.in_features
@@ -228,8 +228,7 @@ class Activation(nn.Module):
         self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.outrider.activate(x, self.name)
-        return out
+        return torch.ops.outrider.activate(x, self.name)
 
 
 ACTIVATIONS = {  # of ``Activation``

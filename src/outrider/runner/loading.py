@@ -115,7 +115,7 @@ def load_model(
         _refuse_dropped(source, model, sorted(info["unexpected_keys"]), quantization_of(config) is not None)
     if device.type != "cpu":
         model.to(device)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _refuse_dropped(source: str | Path, model: PreTrainedModel, unexpected: Sequence[str], is_quantised: bool) -> None:
@@ -138,8 +138,7 @@ def _load_gguf(file: Path, config: PreTrainedConfig, dtype: torch.dtype | str, d
     with quiet(), torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
     gguf.load_weights(model, file, dtype, device)
-    moved: PreTrainedModel = model.eval().to(device)
-    return moved
+    return model.eval().to(device)
 
 
 def read_generation_config(model: PreTrainedModel, folder: Path) -> None:
@@ -359,8 +358,7 @@ def reason(error: Exception) -> str:
 def text_config(model_or_config: Any) -> PreTrainedConfig:
     """Return the config of the language model, also inside a multimodal one."""
     config = getattr(model_or_config, "config", model_or_config)
-    found: PreTrainedConfig = config.get_text_config(decoder=True)
-    return found
+    return config.get_text_config(decoder=True)
 
 
 def context_length(config: PreTrainedConfig) -> int | None:

@@ -36,7 +36,7 @@ class LongRope(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         rows = attention.rows_of_tokens()
         if rows is None:  # the model's own forward pass, of a short sequence
-            return self.short(x, position_ids, *args, **options)  # type: ignore[no-any-return]
+            return self.short(x, position_ids, *args, **options)
         # Some models also choose other values by the largest position, so each call gets one on its side of the window's end.
         beyond = torch.full_like(position_ids[..., :1], self.window)
         short = self.short(x, position_ids.clamp(max=self.window - 1), *args, **options)
@@ -50,7 +50,7 @@ def with_fixed_frequencies(rotary: nn.Module, position: int) -> nn.Module:
     own: Any = copy.deepcopy(rotary)
     own(own.inv_freq, torch.tensor([[position]], device=own.inv_freq.device))
     own.rope_type = "default"  # from here on nothing is recomputed
-    return own  # type: ignore[no-any-return]
+    return own
 
 
 class LongTexts:

@@ -42,8 +42,7 @@ def gumbel(keys: Sequence[int], size: int, device: torch.device) -> Tensor:
     """Return Gumbel noise float32 [N, size] of N signed keys: entry i is from the bits ``mix(key + (i + 1) * GOLDEN)``."""
     if not native.serves(device):
         return reference_gumbel(keys, size, device)
-    noise: Tensor = torch.ops.outrider.gumbel(keys, size)
-    return noise
+    return torch.ops.outrider.gumbel(keys, size)
 
 
 def reference_gumbel(keys: Sequence[int], size: int, device: torch.device) -> Tensor:
@@ -63,8 +62,7 @@ def first_above(probs: Tensor, heights: Sequence[float]) -> Tensor:
     """
     if not native.serves(probs.device):
         return reference_first_above(probs, heights)
-    token_ids: Tensor = torch.ops.outrider.first_above(probs, heights)
-    return token_ids
+    return torch.ops.outrider.first_above(probs, heights)
 
 
 def reference_first_above(probs: Tensor, heights: Sequence[float]) -> Tensor:

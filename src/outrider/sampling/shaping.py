@@ -49,8 +49,7 @@ class Shaping:
         Only the first ``counts[b]`` rows of request b are defined, and checked.
         """
         if self._native:
-            shaped: tuple[Tensor, list[int]] = torch.ops.outrider.shape_probs(scores.contiguous(), self._settings, counts)
-            return shaped
+            return torch.ops.outrider.shape_probs(scores.contiguous(), self._settings, counts)
         probs = torch.softmax(scores / self._temperatures.to(scores.dtype), dim=-1)
         invalid = _invalid_rows(probs[..., 0], counts)  # softmax propagates NaN over its row
         if self._truncates:
@@ -64,8 +63,7 @@ class Shaping:
     def choose(self, scores: Tensor, keys: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Return the tokens int64 [B, M] of a deterministic round, the argmax of ``noisy``, and invalid rows as ``probs``."""
         if self._native:
-            chosen: tuple[Tensor, list[int]] = torch.ops.outrider.choose(scores.contiguous(), self._settings, keys, counts)
-            return chosen
+            return torch.ops.outrider.choose(scores.contiguous(), self._settings, keys, counts)
         best, token_ids = self.noisy(scores, keys).max(dim=-1)
         return token_ids, _invalid_rows(best, counts)
 
@@ -77,8 +75,7 @@ class Shaping:
         num_noisy = max(NUM_NOISY, top_k)
         if self._native:
             scores = scores.contiguous()
-            found: tuple[Tensor, Tensor] = torch.ops.outrider.likeliest(scores, self._settings, keys, top_k, num_noisy)
-            return found
+            return torch.ops.outrider.likeliest(scores, self._settings, keys, top_k, num_noisy)
         probs = torch.softmax(self.noisy(scores, keys), dim=-1)
         highest, token_ids = probs.topk(min(num_noisy, probs.shape[-1]), dim=-1)
         if keys:

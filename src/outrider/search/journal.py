@@ -53,8 +53,7 @@ class Journal:
             seconds = self.document["seconds"]
             seconds[stage] = round(seconds.get(stage, 0.0) + perf_counter() - started, 3)
             self.write()
-        value: Value = stored[name]
-        return value
+        return stored[name]
 
     def write(self) -> None:
         """Write the file atomically. Raises ``JournalError``."""

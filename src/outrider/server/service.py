@@ -326,8 +326,7 @@ async def _unless_disconnected(http: Request, work: Coroutine[Any, Any, Result],
     try:
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
-            result: Result = tasks[0].result()
-            return result
+            return tasks[0].result()
         if not tasks[1].done():
             raise TimeoutError
         return None

@@ -56,7 +56,7 @@ def draft_config(target: PreTrainedConfig, layers: Sequence[int], width: int) ->
     _keep_experts(config, target, layers)
     _keep_keys(config, target, layers)
     if width == target.hidden_size:
-        return config  # type: ignore[no-any-return]
+        return config
     heads = int(target.num_attention_heads)
     size = int(getattr(target, "head_dim", None) or target.hidden_size // heads)
     config.hidden_size, config.head_dim = width, size
@@ -67,7 +67,7 @@ def draft_config(target: PreTrainedConfig, layers: Sequence[int], width: int) ->
     config.num_key_value_heads = groups
     scaled = target.intermediate_size * width / target.hidden_size
     config.intermediate_size = min(target.intermediate_size, max(1, round(scaled / NEURONS)) * NEURONS)
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def _keep_experts(config: Any, target: Any, layers: Sequence[int]) -> None:

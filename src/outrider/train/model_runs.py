@@ -162,8 +162,7 @@ def trainable(source: str) -> PreTrainedModel:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = loading.load_model(source, loading.load_config(source), "auto", device)
     loading.check_weights(model, source)
-    wide: PreTrainedModel = model.float()
-    return wide
+    return model.float()
 
 
 def check_trainable(source: str, copies: int = 1) -> None:

@@ -37,14 +37,12 @@ def can_shrink(model: PreTrainedModel) -> bool:
 def principal_basis(embeddings: Tensor, width: int) -> Tensor:
     """Return the principal directions of the embeddings [V, H] as an orthonormal basis [H, width]."""
     _, vectors = torch.linalg.eigh((embeddings.mT @ embeddings).double())
-    basis: Tensor = vectors[:, -width:].to(embeddings.dtype)
-    return basis
+    return vectors[:, -width:].to(embeddings.dtype)
 
 
 def strongest_neurons(gate: Tensor, down: Tensor, count: int) -> Tensor:
     """Return the indices of the feed-forward neurons with the largest effect on the residual stream."""
-    strongest: Tensor = (gate.norm(dim=1) * down.norm(dim=0)).topk(count).indices.sort().values
-    return strongest
+    return (gate.norm(dim=1) * down.norm(dim=0)).topk(count).indices.sort().values
 
 
 @torch.no_grad()

@@ -45,8 +45,7 @@ def left_over(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) ->
     width, device = proposal.num_nodes, target_probs.device
     tokens, lens, draft_probs = proposal.token_ids.to(device), proposal.lens.to(device), proposal.probs
     if native.serves(device):
-        left: Tensor = torch.ops.outrider.left_over(target_probs, draft_probs, tokens, num_accepted, lens)
-        return left
+        return torch.ops.outrider.left_over(target_probs, draft_probs, tokens, num_accepted, lens)
     rejected = num_accepted < lens
     left = gather_rows(target_probs, num_accepted)  # nothing is subtracted without a rejection
     first = num_accepted.clamp_max(width - 1)

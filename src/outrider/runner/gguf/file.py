@@ -68,7 +68,7 @@ def _quick(reader: Any) -> Any:
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[int]]:
             if raw_type != LIST or self.byte_order != "I":
-                return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+                return super()._get_field_parts(orig_offs, raw_type)
             kind, length = self._get(orig_offs, np.uint32)[0], self._get(orig_offs + 4, np.uint64)
             start = end = orig_offs + 12
             if kind == LIST:

@@ -54,7 +54,7 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
     entries, options = _entries(file, "tokenizer"), _entries(file, "tokenizer_config")
     _complete(options, entries, file)
     backend = _byte_level(entries) if entries.get("tokenizer_type") == "gpt2" else _by_transformers(entries, file.architecture)
-    return kind(tokenizer_object=backend, name_or_path=str(path.parent), **options)  # type: ignore[no-any-return]
+    return kind(tokenizer_object=backend, name_or_path=str(path.parent), **options)
 
 
 def _entries(file: GgufFile, group: str) -> dict[str, Any]:

@@ -199,8 +199,7 @@ def read_tensor(undo: Callable[[Array, str], Array], tensor: FileTensor, in_bloc
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return found
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _set(model: PreTrainedModel, name: str, value: nn.Module | nn.Parameter) -> None:
