@@ -332,7 +332,7 @@ FAULTS: tuple[Callable[[Place], str], ...] = (
     signal_while_training,
     signal_while_exporting,
 )
-NEED_GROUPS = (weights_read_slowly, memory_group_at_load)
+NEED_GROUPS = {weights_read_slowly: THROTTLE, memory_group_at_load: GROUPS / "memory" / MEMORY_LIMIT}
 
 
 def name_of(fault: Callable[[Place], str]) -> str:
@@ -378,8 +378,8 @@ def main() -> int:
         raise SystemExit("error: --page writes the table of all faults: give it without --only")
     if sys.platform != "linux" or os.geteuid() != 0:
         raise SystemExit("error: mounts and memory groups need Linux and root")
-    needing = ", ".join(name_of(fault) for fault in NEED_GROUPS if fault in chosen)
-    if needing and not (THROTTLE.exists() and (GROUPS / "memory" / MEMORY_LIMIT).exists()):
+    needing = ", ".join(name_of(fault) for fault, file in NEED_GROUPS.items() if fault in chosen and not file.exists())
+    if needing:
         raise SystemExit(f"error: {needing}: expected control groups of version 1 in {GROUPS}: choose others with --only")
     if ctypes.CDLL(None, use_errno=True).unshare(0x20000) != 0:  # private mount namespace
         raise SystemExit(f"error: cannot create a mount namespace: {os.strerror(ctypes.get_errno())}")

@@ -1,6 +1,6 @@
 """Compare `outrider tune` with exhaustive search, for three kinds of traffic and a deliberately useless draft.
 
-    python bench/tune_check.py --num-prompts 12 --repeat 1 --out results/tune.json      # about 15 minutes
+    python bench/tune_check.py --out results/tune.json      # about 25 minutes
     python bench/tune_check.py --target ./my-model --draft ./my-draft --num-prompts 8
 
 For each traffic, the search runs, then the exhaustive one: every method at every length, alternating with plain decoding on

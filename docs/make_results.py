@@ -155,7 +155,7 @@ def bench_table(document: Document) -> str:
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         workload = "all" if many else str(cell["workload"])
-        others = f" with {cell['busy']} other busy processes" if cell["busy"] else ""
+        others = f" with {cell['busy']} other busy process{'es' if cell['busy'] > 1 else ''}" if cell["busy"] else ""
         key: tuple[str, ...] = (workload, f"{cell['temperature']:g}", str(cell["batch"]), label(cell) + others)
         groups.setdefault(key, []).append(cell)
     rows = []

@@ -102,6 +102,20 @@ def test_without_the_hub_the_cache_is_searched(monkeypatch, tmp_path):
         hub.local_gguf("a/b-GGUF:F16")
 
 
+def test_a_cached_file_has_a_hub_id_if_it_is_the_newest(monkeypatch, tmp_path):
+    repository = tmp_path / "hub" / "models--a--b-GGUF"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("c1")
+    for commit in ("c0", "c1"):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "b-Q8_0.gguf").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "hub")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "link"))
+    newest, older = (str(repository / "snapshots" / commit / "b-Q8_0.gguf") for commit in ("c1", "c0"))
+    assert hub.id_of_cached(newest) == "a/b-GGUF:b-Q8_0.gguf"
+    assert hub.id_of_cached(older) == older and hub.id_of_cached("/x/b.gguf") == "/x/b.gguf"
+
+
 def test_files_without_a_type_are_listed_by_name():
     names = ["ggml-model-i2_s.gguf", "model-F16.gguf"]
     with pytest.raises(OutriderError, match=r"^a/b has no file of I2_S; it has F16, ggml-model-i2_s\.gguf$"):

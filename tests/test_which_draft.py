@@ -113,7 +113,7 @@ def test_a_malformed_method_is_refused(text):
 
 
 def test_a_repeated_option_is_refused():
-    with pytest.raises(OutriderError, match="invalid method 'draft:seed=1:seed=2': it repeats an option"):
+    with pytest.raises(OutriderError, match="invalid method 'draft:seed=1:seed=2': repeated option"):
         split_method("draft:seed=1:seed=2")
 
 

@@ -96,7 +96,8 @@ def id_of_cached(path: str) -> str:
     Ids mean the newest revision, so that a file of an older one keeps its path.
     """
     found = CACHED.fullmatch(path)
-    is_newest = found is not None and _main(f"{found[2]}/{found[3]}") == Path(found[1])
+    main = found and _main(f"{found[2]}/{found[3]}")
+    is_newest = found and main and os.path.realpath(main) == os.path.realpath(found[1])
     return f"{found[2]}/{found[3]}:{found[4]}" if found and is_newest else path
 
 

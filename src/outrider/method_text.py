@@ -21,7 +21,7 @@ def split_method(text: str) -> tuple[str, dict[str, str]]:
         name = name.partition(":")[0]
         raise OutriderError(f"invalid method {text!r}: write options as {name}:option=value")
     if len(options) < len(parts):
-        raise OutriderError(f"invalid method {text!r}: it repeats an option: give each option once")
+        raise OutriderError(f"invalid method {text!r}: repeated option; give each option once")
     return name, options
 
 

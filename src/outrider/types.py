@@ -348,7 +348,7 @@ class PhaseTimes:
 
     @property
     def total(self) -> float:
-        return sum(self.by_phase().values())
+        return self.draft + self.score + self.verify + self.host + self.prefill + self.draft_prefill
 
     @property
     def overhead(self) -> float:

@@ -73,7 +73,7 @@ def test_a_fault_that_cannot_be_injected_keeps_the_others(script) -> None:  # ty
 
 def test_faults_need_control_groups_of_version_1(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     faults = script("faults")
-    monkeypatch.setattr(faults, "GROUPS", tmp_path)
+    monkeypatch.setitem(faults.NEED_GROUPS, faults.memory_group_at_load, tmp_path / "none")
     monkeypatch.setattr(faults.os, "geteuid", lambda: 0)
     monkeypatch.setattr(sys, "argv", ["faults.py", "--only", "memory group"])
     with pytest.raises(SystemExit, match="memory group at load: expected control groups of version 1"):

@@ -694,6 +694,7 @@ def test_an_import_interrupted_by_a_signal_is_an_interruption(
         (None, "cross-tokenizer:draft=gpt2", False),
         (None, "suffix+draft:draft.draft=gpt2", False),
         (None, "eagle:draft=mine", True),
+        (None, "draft:draft=inflated", False),
     ],
 )
 def test_hub_access_is_disabled_only_if_nothing_can_come_from_the_hub(
@@ -703,5 +704,6 @@ def test_hub_access_is_disabled_only_if_nothing_can_come_from_the_hub(
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # read before, when it was imported
     monkeypatch.setattr(session, "_loaded", lambda *_: None)
-    session.load_plain(ModelOptions(target=str(target), draft=draft), [method], drafts={"mine": target})
+    drafts = {"mine": target, "inflated": "nobody/nothing"}
+    session.load_plain(ModelOptions(target=str(target), draft=draft), [method], drafts=drafts)
     assert ("HF_HUB_OFFLINE" in os.environ) == is_offline_mode() == is_offline

@@ -39,6 +39,13 @@ def llm(folder):
     return LLM(folder, method="ngram", compile="never")
 
 
+def test_a_loaded_draft_keeps_its_dtype(folder):
+    draft = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    llm = LLM(folder, draft=draft, dtype="bfloat16", device="cpu", compile="never")
+    assert llm.proposer.draft.dtype == torch.float32 and llm.runner.dtype == torch.bfloat16
+    llm.close()
+
+
 def test_same_text_warns_if_the_rounding_depends_on_the_number_of_rows(folder, monkeypatch, caplog):
     monkeypatch.setattr(ModelRunner, "is_row_invariant", False)
     LLM(folder, method="ngram", same_text=True, compile="never")

@@ -472,7 +472,7 @@ def mask(*allowed: int) -> torch.Tensor:
     return found
 
 
-def test_a_layout_guesses_what_came_before_until_it_is_wrong() -> None:
+def test_a_guesser_repeats_a_choice_until_it_is_wrong() -> None:
     guesser = TokenGuesser()
     assert guesser.guess(1, mask(2, 3)) is None
     guesser.learn(1, mask(2, 3), 2)
@@ -483,12 +483,12 @@ def test_a_layout_guesses_what_came_before_until_it_is_wrong() -> None:
         guesser.learn(1, mask(2, 3), 3)
     guesser.learn(1, mask(2, 3), 2)
     guesser.learn(1, mask(2, 3), 2)
-    assert guesser.guess(1, mask(2, 3)) == 3  # a counter of 3 stands two errors
+    assert guesser.guess(1, mask(2, 3)) == 3  # a counter of 3 survives two errors
     guesser.learn(1, mask(2, 3), 2)
     assert guesser.guess(1, mask(2, 3)) is None
 
 
-def test_what_was_chosen_last_anywhere_is_guessed_at_a_new_place() -> None:
+def test_what_was_chosen_last_anywhere_is_guessed_in_a_new_state() -> None:
     guesser = TokenGuesser()
     guesser.learn(1, mask(2, 3), 2)
     guesser.learn(1, mask(4, 5), 4)
@@ -496,7 +496,7 @@ def test_what_was_chosen_last_anywhere_is_guessed_at_a_new_place() -> None:
     assert guesser.guess(1, mask(5, 6)) is None  # a guess is an allowed token
 
 
-def test_a_layout_is_of_few_choices_and_of_limited_size() -> None:
+def test_only_few_choices_are_guessed_and_the_memory_is_limited() -> None:
     guesser, many = TokenGuesser(), [*range(1, 1 + VOCAB // 2 + 1)]
     guesser.learn(1, mask(*many), 2)
     guesser.learn(1, mask(2), 2)

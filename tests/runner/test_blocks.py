@@ -85,7 +85,7 @@ def test_nan_activations_give_nan_outputs(place, bits, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("outputs, inputs", SHAPES)
-def test_the_operator_equals_the_reference(outputs, inputs, bits, precision):
+def test_the_operator_equals_the_exact_product(outputs, inputs, bits, precision):
     torch.manual_seed(inputs)
     packed = blocks.pack(torch.randn(outputs, inputs), bits)
     x, bias = torch.randn(2, 20, inputs), torch.randn(outputs)

@@ -74,7 +74,7 @@ class SameText:
         report(f"{name} k={k}, batch {batch}, temperature {temperature:g}")
         texts = self._texts(setup, self.grid.prompts, temperature, batch)
         differences = [
-            {"prompt": index, "place": first_difference(one, other) or 0}
+            {"prompt": index, "place": first_difference(one, other)}
             for index, (one, other) in enumerate(zip(wanted, texts, strict=True))
             if one != other
         ]

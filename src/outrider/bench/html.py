@@ -61,7 +61,7 @@ def filled(package: str, name: str, **parts: Any) -> str:
 def _heading(temperature: float, cells: Sequence[Cell]) -> str:
     batch, busy = distinct(cells, "batch")[0], cells[0]["busy"]
     title = ("Greedy" if temperature == 0 else f"Temperature {temperature:g}") + f", batch {batch}"
-    return title + (f", with {busy} other busy processes" if busy else "")
+    return title + (f", {busy} other busy process{'es' if busy > 1 else ''}" if busy else "")
 
 
 def _notes(result: Mapping[str, Any]) -> list[str]:

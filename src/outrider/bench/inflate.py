@@ -55,8 +55,9 @@ def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         known = ", ".join(MODEL_TYPES)
         raise OutriderError(f"cannot inflate a {config.get('model_type')} model: expected a Llama-shaped one ({known})")
     kinds = config.get("layer_types")
-    if len(set(kinds)) > 1 if kinds else config.get("use_sliding_window"):
-        raise OutriderError(f"cannot inflate {source}: only some layers have a sliding window; expected layers of one type")
+    is_mixed = len(set(kinds)) > 1 if kinds else bool(config.get("use_sliding_window"))
+    if is_mixed:
+        raise OutriderError(f"cannot inflate {source}: some layers may have a sliding window; expected layers of one type")
     _, weights = read_folder(source)
     narrow = next((name for name, weight in weights.items() if not weight.is_floating_point() or weight.itemsize < 2), None)
     if narrow is not None or config.get("quantization_config"):

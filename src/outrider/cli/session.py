@@ -222,13 +222,16 @@ def _loaded(target: str | None, arguments: dict[str, Any]) -> LLM:
         return LLM(target, **arguments)
 
 
-def _stay_offline(models: ModelOptions, methods: Iterable[str], drafts: Collection[str]) -> None:
-    """Disable hub access if all models and all drafts that the methods name are local folders or names in ``drafts``."""
+def _stay_offline(models: ModelOptions, methods: Iterable[str], drafts: Mapping[str, Any]) -> None:
+    """Disable hub access if all models are local folders, also the drafts that the methods name.
+
+    ``drafts``: the sources of names; loaded heads need no files.
+    """
     options = [option for method in methods for option in split_method(method)[1].items()]
-    named = [value for name, value in options if is_draft_option(name) and value not in drafts]
-    sources = (models.target, models.draft, *named)
+    named = [drafts.get(value, value) for name, value in options if is_draft_option(name)]
+    sources = [source for source in (models.target, models.draft, *named) if isinstance(source, (str, Path))]
     is_set = "HF_HUB_OFFLINE" in os.environ
-    if not is_set and not models.download_draft and all(source is None or expanded(source).is_dir() for source in sources):
+    if not is_set and not models.download_draft and all(expanded(source).is_dir() for source in sources):
         hub.disable()
 
 

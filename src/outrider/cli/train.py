@@ -123,11 +123,11 @@ def draft(  # noqa: PLR0913 - groups of options
     """Train a small draft model on the target's logits, and write it as a Hugging Face folder."""
     from outrider.train.model_runs import DraftRun, train_draft
 
-    if parallel.depths == 1 and parallel != Parallel():
+    if parallel.parallel is None and parallel != Parallel():
         raise OutriderError("--keep and --keep-least need --parallel")
     run = DraftRun(shape, start, replace(teaching, prompt_len=source.prompt_len), parallel)
     check_sizes(shape, "layers", "width", "from_layers", start=start)
-    plan = paced(length, start, MODEL_RATES if parallel.depths == 1 else MASK_RATES)
+    plan = paced(length, start, MODEL_RATES if parallel.parallel is None else MASK_RATES)
     workspace = workspace_of(
         files, source, out, start, uses_prompts=teaching.on_policy > 0, copies=1, shape=None if start else shape
     )

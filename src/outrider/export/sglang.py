@@ -39,7 +39,7 @@ class Sglang(Engine):
 
     def export(self, deployment: Deployment, folder: Path, own_code: bool) -> Export:
         flags, num_drafts, notes = self._drafting(deployment, folder)
-        if flags and deployment.own_k is None:
+        if flags and deployment.own_k is None and not isinstance(deployment.kind, portable.BlockDrafter):
             notes = [f"{num_drafts} drafts per round is a typical number: measure yours.", *notes]
         environment = gpu_environment(deployment.given("device"))
         general = {

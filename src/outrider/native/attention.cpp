@@ -605,11 +605,15 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
                   q.size(3) == pass.key_dim && pass.heads % pass.kv_heads == 0 && layer >= 0 && layer < keys.size(0) && v.size(1) == pass.kv_heads,
               "attend: heads of query ", q.sizes(), ", key ", k.sizes(), " and value ", v.sizes(), " do not fit the cache ", keys.sizes());
   TORCH_CHECK(q.size(0) == 1 && places.numel() == pass.total && till.size(0) == pass.rows && last == pass.total,
-              "attend: ", pass.total, " tokens, but ends[-1] is ", last);
+              "attend: ", pass.total, " tokens of ", pass.rows, " requests, but ends[-1] is ", last, " of ", till.size(0), ", and there are ",
+              places.numel(), " positions");
   for (int64_t b = 0; b < pass.rows; ++b)
-    TORCH_CHECK(pass.length(b) >= 0 && pass.length(b) <= pass.width && pass.bases[b] + pass.length(b) <= pass.capacity && pass.cache_rows[b] >= 0 && pass.cache_rows[b] < keys.size(1) &&
-                    pass.mask_slots >= pass.width && pass.bases[b] + pass.width >= pass.mask_slots,
-                "attend: request ", b, " does not fit the cache: base ", pass.bases[b], ", length ", pass.length(b), ", capacity ", pass.capacity);
+    TORCH_CHECK(pass.length(b) >= 0 && pass.length(b) <= pass.width && pass.bases[b] + pass.length(b) <= pass.capacity &&
+                    pass.cache_rows[b] >= 0 && pass.cache_rows[b] < keys.size(1) && pass.mask_slots >= pass.width &&
+                    pass.bases[b] + pass.width >= pass.mask_slots,
+                "attend: request ", b, " does not fit the cache: base ", pass.bases[b], ", length ", pass.length(b), " of width ",
+                pass.width, ", capacity ", pass.capacity, ", row ", pass.cache_rows[b], " of ", keys.size(1), ", mask of ",
+                pass.mask_slots, " slots");
   at::Tensor out = at::empty({1, pass.total, pass.heads, pass.value_dim}, q.options());
   float* to = out.mutable_data_ptr<float>();
   const at::Tensor k_layer = keys.select(0, layer), v_layer = values.select(0, layer);

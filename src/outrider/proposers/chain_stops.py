@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from outrider.proposers.tree_chances import Calibration
 from outrider.types import Context, DraftPrices, Verdict
 
@@ -64,11 +62,10 @@ class Chains:
     def add(self, confidences: Sequence[float]) -> bool:
         """Add a draft with this confidence to each chain that has not ended. Return whether to draft another."""
         gained = 0.0  # expected tokens of the next step, less the prices of their rows
-        chances = self._calibration.chances(np.array(confidences)[:, None])[:, 0].tolist()
-        for b, (confidence, chance) in enumerate(zip(confidences, chances, strict=True)):
+        for b, confidence in enumerate(confidences):
             if self._chances[b]:
                 self.confidences[b].append(confidence)
-                self._chances[b] *= chance
+                self._chances[b] *= self._calibration.chance(confidence)
                 gain = self._chances[b] * self._rate - self._prices.row
                 if gain > 0 and len(self.confidences[b]) < self._limits[b]:
                     gained += gain

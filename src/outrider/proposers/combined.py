@@ -41,7 +41,7 @@ class _Part:
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
         self.rows: dict[int, int] = {}  # row of the batch for which it was called in this round -> row of its proposal
-        self._proposal = Proposal.empty(0)
+        self._point_masses: list[list[int]] = []  # its drafts by row of its proposal, if these are chains
         self._unseen: dict[str, dict[int, list[Tensor]]] = {}  # request -> layer -> hidden states since the last call
 
     def store_hidden(self, context: Context) -> None:
@@ -60,18 +60,18 @@ class _Part:
         for layer in self.proposer.needs_hidden:
             hidden[layer] = [joined(self._unseen.get(request_id, {}).get(layer, ())) for request_id in view.request_ids]
         self.forget_hidden(view.request_ids)
-        self._proposal = self.proposer.propose(replace(view, hidden=hidden), min(k, self.proposer.max_drafts))
-        self.rows = {row: i for i, row in enumerate(rows)}
-        return self._proposal
+        proposal = self.proposer.propose(replace(view, hidden=hidden), min(k, self.proposer.max_drafts))
+        self.rows, self._point_masses = {row: i for i, row in enumerate(rows)}, []
+        if proposal.parents is None and proposal.probs is None:
+            each = zip(proposal.token_ids.tolist(), proposal.lens.tolist(), strict=True)
+            self._point_masses = [token_ids[:count] for token_ids, count in each]
+        return proposal
 
     def num_emitted(self, row: int, tokens: Sequence[int]) -> int:
         """Return how many of its drafts for a row of the batch begin these emitted tokens; 0 unless they are a chain of point
         masses.
         """
-        drafted, i = self._proposal, self.rows[row]
-        if drafted.parents is not None or drafted.probs is not None:
-            return 0
-        own = drafted.token_ids[i, : drafted.lens[i]].tolist()
+        own = self._point_masses[self.rows[row]] if self._point_masses else []
         pairs = enumerate(zip(own, tokens, strict=False))
         return next((at for at, (draft, token) in pairs if draft != token), min(len(own), len(tokens)))
 
@@ -196,11 +196,10 @@ class CombinedProposer(Proposer):
 
         ``index``: positions of the part's requests in the verdict; ``rows``: their rows in the batch.
         """
-        own = verdict.take(index)
+        own, drafts = verdict.take(index), self._proposal.token_ids.tolist()
         for i, row in enumerate(rows):
             if self._owners[row] is not part:
-                drafts = self._proposal.token_ids[row].tolist()
-                emitted = [*(drafts[node] for node in own.paths[i]), own.next_tokens[i]]
+                emitted = [*(drafts[row][node] for node in own.paths[i]), own.next_tokens[i]]
                 count = part.num_emitted(row, emitted[:-1])
                 own.paths[i], own.next_tokens[i] = list(range(count)), emitted[count]
         return own
@@ -223,10 +222,6 @@ class CombinedMethod(MethodSpec):
     @property
     def max_drafts(self) -> int:
         return max(part.max_drafts for part in self._parts)
-
-    @property
-    def drafts_trees(self) -> bool:
-        return any(part.drafts_trees for part in self._parts)
 
     @property
     def is_model_free(self) -> bool:

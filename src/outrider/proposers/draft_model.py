@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +261,7 @@ class DraftModelMethod(MethodSpec):
             else:
                 same = f"the same {len(tokenizer):,} tokens, special ones included"
                 yield Finding("ok", "vocabulary", same) if difference is None else Finding("note", "vocabulary", difference)
-        if draft.vocab_size != setting.target.vocab_size:
+        if draft.vocab_size != setting.target.vocab_size and setting.tokenizer is not None and tokenizer is not None:
             rows = f"{draft.vocab_size:,} rows in the draft's embedding, {setting.target.vocab_size:,} in the target's"
             yield Finding("note", "embedding", f"{rows}: the extra rows are padding and are cut")
 
@@ -277,7 +277,10 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     target, draft = setting.target.config, setting.draft
     is_parallel = drafts_in_parallel(_config_of(draft, target.trust_remote_code), options, draft)
     kind = ParallelDraft if is_parallel else ModelRunner
-    runner = kind.load(draft, target.for_draft())  # type: ignore[arg-type]
+    config = target.for_draft()
+    if isinstance(draft, PreTrainedModel):  # dtype and device are given for the target
+        config = replace(config, dtype="auto", device="auto")
+    runner = kind.load(draft, config)  # type: ignore[arg-type]
     before = packed_bytes(runner.model)
     bits = options.bits or (4 if before > MAX_16_BIT_BYTES else 16)
     if bits < 16:
@@ -321,9 +324,9 @@ def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
     source = str(getattr(draft, "name_or_path", draft))
     try:
         return load_tokenizer(source, setting.target.config.trust_remote_code)
-    except OutriderError:
+    except OutriderError as error:
         if has_tokenizer(source):
-            raise
+            raise OutriderError(f"{error}; mend it, or pass a loaded draft_tokenizer") from error
         return None  # loading the model reports what else is wrong with its folder
 
 

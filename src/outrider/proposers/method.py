@@ -129,10 +129,6 @@ class MethodSpec(ABC):
         return self.proposer.max_drafts
 
     @property
-    def drafts_trees(self) -> bool:
-        return self.proposer.drafts_trees
-
-    @property
     def is_model_free(self) -> bool:
         """Whether ``build`` and the proposer use options and committed tokens only, but no target and no draft."""
         return self.proposer.is_model_free

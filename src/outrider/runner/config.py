@@ -53,7 +53,7 @@ class RunnerConfig(CheckedOptions):
     device: str | torch.device = option(
         DEVICE,
         "auto",
-        "Device: cpu, cuda, cuda:1; auto: a GPU if there is one; a loaded model stays where it is.",
+        "Device: cpu, cuda, cuda:1; auto: a GPU if there is one.",
         panel=MODELS,
         in_plan=True,
     )

@@ -23,10 +23,10 @@ ProgramKey = tuple[tuple[int, ...], LayerSpan]  # (hidden states, layers)
 
 
 class ProgramRunner:
-    """Runs the programs of one model, compiled or eager like the first one.
+    """Runs the programs of one model. One is compiled only if all before it are.
 
-    The two round differently, so changing from one to the other could change the text of the same request: only ``compile_now``
-    does, for all programs or for none. After compiled programs, one that cannot be compiled is eager.
+    Compiled and eager programs round differently, so changing from one to the other could change the text of the same request:
+    only ``compile_now`` does, for all programs or for none.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ProgramRunner:
 
     @property
     def is_compiled(self) -> bool:
-        """Return whether every program run so far is compiled."""
+        """Return whether every program run so far is compiled; True if none has run."""
         return self._compiled == self._runs.keys()
 
     @property

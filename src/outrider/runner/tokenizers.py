@@ -108,10 +108,9 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTr
 
 
 def has_tokenizer(source: str | Path) -> bool:
-    """Return whether a folder, a hub id in the download cache or a GGUF file holds a tokenizer, readable or not."""
+    """Return whether a folder, a hub id in the download cache or a GGUF file holds a vocabulary, readable or not."""
     folder = on_this_machine(source)
-    names = (*TOKENIZER_FILES, "tokenizer_config.json")
-    return gguf.find(source) is not None or (folder is not None and any((folder / name).is_file() for name in names))
+    return gguf.find(source) is not None or (folder is not None and any((folder / name).is_file() for name in TOKENIZER_FILES))
 
 
 def check_merges(folder: Path) -> None:

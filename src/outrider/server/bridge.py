@@ -137,7 +137,7 @@ class Stream:
 
 
 class EngineBridge:
-    """Run an ``LLM``'s engine in its own thread. Call all methods from the event loop's thread."""
+    """Run an ``LLM``'s engine in its own thread. Call all methods from the event loop's thread; any may read properties."""
 
     def __init__(self, llm: LLM, max_queue: int = 256, interval: float = 0.0) -> None:
         """``max_queue``: maximum number of waiting sequences; ``interval``: see ``Stream``."""

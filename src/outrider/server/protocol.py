@@ -309,8 +309,8 @@ class Message(Body):
     def _has_content(self) -> Self:
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("tool_call_id is missing: a message with role tool needs the id of its call")
-        if self.role == "assistant" and not self.content:
-            self.content = self.refusal or self.content  # the model is shown what was said
+        if self.role == "assistant" and self.refusal and not self.content:
+            self.content = self.refusal  # the model is shown what was said
         if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.thoughts)):
             names = "tool_calls, reasoning_content or refusal"
             raise ValueError(f"content is missing: only an assistant's message with {names} may lack it")

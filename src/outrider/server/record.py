@@ -73,8 +73,12 @@ class Record:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file that only its owner can read, also if it exists already."""
+    """Open a file and make it readable by its owner only, also if it exists."""
     descriptor = os.open(path, flags, 0o600)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.fchmod(descriptor, 0o600)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode) and mode & 0o077:
+        try:
+            os.fchmod(descriptor, 0o600)
+        except OSError as error:
+            logger.warning("%s holds prompts and can be read by others: %s", path, error.strerror)
     return descriptor

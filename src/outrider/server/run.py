@@ -97,7 +97,7 @@ def log_json() -> None:
     package = logging.getLogger("outrider")
     package.handlers.clear()  # remove the plain-text handler used while loading
     package.propagate = True
-    package.setLevel(logging.INFO)
+    package.setLevel(min(package.getEffectiveLevel(), logging.INFO))  # --debug sets a lower one
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -56,7 +56,7 @@ class DistillationLoss:
     options: Distillation
     dtype: torch.dtype = torch.float32  # of the arithmetic
     seed: int = 0
-    masks: ParallelDraftTraining | None = None  # of a parallel draft, whose masks count like tokens
+    parallel: ParallelDraftTraining | None = None  # of a parallel draft, whose masks count like tokens
     divergence: Divergence = divergence
 
     def __call__(self, ids: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
@@ -68,10 +68,10 @@ class DistillationLoss:
             text = self.written(ids, pass_index)[:, :-1]
             with torch.no_grad():
                 target_logits = self.target(input_ids=text, use_cache=False).logits
-            if self.masks is None:
+            if self.parallel is None:
                 drafted = self.draft(input_ids=text, use_cache=False).logits
             else:
-                drafted, positions = self.masks.drawn(text, self.seed, pass_index)
+                drafted, positions = self.parallel.drawn(text, self.seed, pass_index)
                 target_logits = target_logits[:, positions]
             loss, hit = self.divergence(drafted, target_logits, self.options.loss)
         return loss, {self.options.loss: loss.detach(), "hit_draft": hit}

@@ -104,7 +104,7 @@ def train_draft(workspace: Workspace, out: Path, plan: HeadPlan, options: DraftR
 
     Raises ``OutriderError`` for invalid sizes and for a draft with another vocabulary.
     """
-    teaching, parallel = options.teaching, options.parallel if options.parallel.depths > 1 else None
+    teaching, parallel = options.teaching, None if options.parallel.parallel is None else options.parallel
     if teaching.on_policy:
         check_continuation(teaching.prompt_len, workspace.seq_len)
     target = workspace.model.requires_grad_(False).eval()
@@ -119,21 +119,23 @@ def train_draft(workspace: Workspace, out: Path, plan: HeadPlan, options: DraftR
         needed = FLOAT32 * (target.num_parameters() + COPIES * draft.num_parameters())
         what = "the target's weights, and the draft's with gradients and optimizer state, take at least"
         require_memory(needed, what, "choose a smaller draft")
-    masks = None if parallel is None else ParallelDraftTraining.prepare(draft, workspace.tokenizer, parallel, workspace.seq_len)
-    origin += "" if masks is None else f"; mask token {masks.token}"
+    training = (
+        None if parallel is None else ParallelDraftTraining.prepare(draft, workspace.tokenizer, parallel, workspace.seq_len)
+    )
+    origin += "" if training is None else f"; mask token {training.token}"
     share = draft.num_parameters() / target.num_parameters()
     logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, origin)
     about = {"shape": asdict(options.shape), "teaching": asdict(teaching), "parallel": parallel and asdict(parallel)}
     workspace.claim(options.name, start=options.start, **about)
     rows = TextRows(workspace.training_rows())
-    on_text = partial(measure_draft, draft, target) if masks is None else partial(masks.measure, target)
+    on_text = partial(measure_draft, draft, target) if training is None else partial(training.measure, target)
 
     def measure(final: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         found = on_text(rows.held_out if final else rows.held_out[: 4 * ROWS])
         return {f"held_{name}": found[name]["acceptance"] for name in ("greedy", "sampled")}, found
 
     before = read_or_create_json(workspace.work / options.name / "before.json", lambda: on_text(rows.held_out))
-    loss = DistillationLoss(draft, target, teaching, workspace.dtype(options.name), plan.seed, masks)
+    loss = DistillationLoss(draft, target, teaching, workspace.dtype(options.name), plan.seed, training)
     if plan.compile:
         for layer in (*decoder_layers(draft), *decoder_layers(target)):
             layer.compile(dynamic=False)

@@ -1,4 +1,5 @@
-"""The adaptive draft-length policy: when the K of each request is chosen again (how: ``choice.py``), and what rounds teach.
+"""The adaptive draft-length policy. It decides when each request's K is chosen again (by ``choice.py``), and updates its
+estimates after each round.
 
 The policy uses acceptance counts and times, and is independent of methods. A new method is assumed to be good, so that the
 first rounds try it and its value is soon known. Three rules keep this from being slower than plain decoding: K = 0 is a

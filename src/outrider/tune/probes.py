@@ -16,7 +16,7 @@ MAX_PROBE = 4
 FAR_BEHIND = 512  # tokens that the proposer has not processed, above which a request may be left out
 
 EXPLORATION_SHARE = 0.02  # share of all time that may be lost
-FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: initial, and maximum unless a probe is saved for
+FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: initial, and maximum unless a more expensive probe is pending
 
 
 class Budget:
@@ -24,7 +24,7 @@ class Budget:
 
     def __init__(self) -> None:
         self.left = FIRST_BUDGET
-        self.most = MAX_BUDGET  # raised to the loss of a probe that is being saved for
+        self.most = MAX_BUDGET  # raised to the loss of a pending probe
 
     def add(self, won: float, spent: float) -> None:
         """Add the time that a round won against plain decoding, and the share of its time that may be lost; in plain rounds."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from sys import maxsize
 from typing import NamedTuple
 
@@ -61,15 +62,25 @@ class Allocation:
     def speed(self, lens: Sequence[int]) -> float:
         """Return tokens per second with one K per request; ``lens[b]`` at most N, at least one above 0."""
         gained, catch_up, tokens, p_plain, longest = 0.0, 0.0, 0.0, 1.0, max(lens)
-        for k, gains, made, own_catch_up in zip(lens, self.gains, self.made, self.catch_up, strict=True):
+        for k, gains, made, own_catch_up in zip(lens, self._total_gains, self.made, self.catch_up, strict=True):
             if k:
-                gain = made * sum(gains[:k])
+                gain = made * gains[k]
                 gained, catch_up = gained + gain, catch_up + own_catch_up * (1 + gain)
-                tokens, p_plain = tokens + made * sum(self.nodes[:k]), p_plain * (1 - made)
+                tokens, p_plain = tokens + made * self._total_nodes[k], p_plain * (1 - made)
         if self.costs.is_padded:
-            tokens = sum(self.nodes[:longest])
+            tokens = self._total_nodes[longest]
         drafting = self.costs.draft(self.depths[longest], self.batch - lens.count(0))
         return self._speed(drafting, p_plain, gained, catch_up, tokens)
+
+    @cached_property
+    def _total_gains(self) -> list[list[float]]:
+        """Return [B][N + 1]: accepted tokens with the first drafts."""
+        return [[*accumulate(gains, initial=0.0)] for gains in self.gains]
+
+    @cached_property
+    def _total_nodes(self) -> list[float]:
+        """Return [N + 1]: rows of the pass up to a depth."""
+        return [*accumulate(self.nodes, initial=0.0)]
 
     @cached_property
     def _ranked(self) -> list[_Draft]:

@@ -1,4 +1,4 @@
-"""What the policy knows of a request: acceptance of its drafts, and how often a grammar forces tokens; and of a batch."""
+"""Policy state of requests and batches: acceptance of drafts, and how often a grammar forces tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.tune.acceptance import Acceptance
 from outrider.types import Context, Request
 
 DECAY = 0.93  # decay of a request's counts per round: about 14 rounds
-FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before the first probe, and before any
+FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before a probe: at first, and at most
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ class Mode:
 class Traffic:
     """Prompts and settings of a load test's requests."""
 
-    prompts: Sequence[str]  # used cyclically; each run of a mode continues after its last one, also of another load
+    prompts: Sequence[str]  # used cyclically; each run continues after those of the mode's previous run, across loads too
     turns: int = 1  # requests of a conversation; each prompt continues the answer to the one before
     requests_per_client: int = 4  # conversations
     num_requests: int = 32  # conversations per run with a rate

@@ -46,7 +46,7 @@ function story(token, temperature, isSameText) {
     line.append(showsChances ? ` (acceptance probability ${percent(chance)}). ` : ". ");
     if (failed.length) line.append("Rejected before it: ", ...names(failed, tokens), ". ");
   } else {
-    line.append("The draft proposed ", ...names(failed, tokens), showsChances ? "; it was rejected " : "; the target’s choice is ");
+    line.append("The draft proposed ", ...names(failed, tokens), showsChances ? "; it was rejected " : "; the emitted token is ");
     if (showsChances) line.append(`(acceptance probability ${failed.map((guess) => percent(guess.chance)).join(", ")}). Sampled from the residual: `);
     line.append(said, ". ");
   }
