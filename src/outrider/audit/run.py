@@ -74,7 +74,7 @@ def certificates(
 
 
 def plan_of(audited: Audited, grid: Grid) -> dict[str, Any]:
-    """Return what must be the same to continue a grid: its entry in the document."""
+    """Return the grid's entry in the document; a run may be continued only if it is equal."""
     return {
         "methods": list(grid.methods),
         "k": list(grid.lengths),

@@ -261,6 +261,7 @@ def catch(
     planned = plan.controls[control.name]
     stages = [(planned.part, _rounded_up(planned.samples, len(settings.prompts)))]
     stages += sorted(plan.samples.items(), key=lambda stage: stage[0] != planned.part)
+    assert len(stages) <= CONTROL_STAGES  # they share the level
     wrong = replace(setup, verifier=control.verifier(settings.seed))
     outcomes = _outcomes(
         runner, wrong, settings, stages, 1 + number, lambda part, done: report(f"{control.name}, {part}", done, plan.total)
