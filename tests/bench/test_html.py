@@ -57,7 +57,7 @@ def test_loads_are_not_pooled() -> None:
     busy["cells"] = [each | {"busy": 2, "decode_speedup": 99.0, "speedup": 99.0} for each in busy["cells"]]
     both, alone = plots([*quiet["cells"], *busy["cells"]]), plots(quiet["cells"])
     assert [plot.rows for plot in both] == [plot.rows for plot in alone]
-    assert "batch 1, with 2 other busy processes" in html.page(busy)
+    assert "batch 1, 2 other busy processes" in html.page(busy)
 
 
 @pytest.fixture(scope="module")

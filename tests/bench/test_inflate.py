@@ -202,7 +202,7 @@ def test_layers_with_and_without_a_window_are_refused(tmp_path: Path, more: dict
     source = make_folder(tmp_path / "small")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"} | more))
-    with pytest.raises(OutriderError, match="only some layers have a sliding window"):
+    with pytest.raises(OutriderError, match="some layers may have a sliding window"):
         inflate(source, tmp_path / "x")
 
 

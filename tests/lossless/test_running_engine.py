@@ -178,8 +178,7 @@ def test_samples_with_k_per_request_follow_the_target(method: str, verifier: str
 
 @pytest.mark.parametrize("method", ["draft", "early-exit", "low-bit", "suffix+draft"])
 def test_samples_of_chains_that_end_early_follow_the_target(method: str) -> None:
-    options = {"method_options": {"min_first": 1}} if "+" in method else {}
-    options |= {"draft": draft_for(method, TARGET, DRAFT), **tokenizers(VOCAB, method)}
+    options = {"draft": draft_for(method, TARGET, DRAFT), **tokenizers(VOCAB, method)}
     early = []
 
     class Watched(Priced):

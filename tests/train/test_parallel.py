@@ -88,11 +88,11 @@ def test_logits_of_all_entries_equal_those_of_each_chain_alone(kind):
     """One forward pass per mask, over the tokens before it and the masks of its chain, as in drafting."""
     draft = tiny(kind)
     draft.config.sliding_window = 2 * SEQ  # Gemma 2 has eager attention, which adds masks
-    masks = ParallelDraftTraining(draft, MASK, Parallel(5))
-    masks.check(SEQ)
+    training = ParallelDraftTraining(draft, MASK, Parallel(5))
+    training.check(SEQ)
     text = torch.randint(0, 60, (3, SEQ), generator=torch.Generator().manual_seed(2))
-    entries = drawn(SEQ, masks.options)
-    found = masks.logits(text, entries)
+    entries = drawn(SEQ, training.options)
+    found = training.logits(text, entries)
     torch.testing.assert_close(found[:, :SEQ], draft(text).logits, rtol=1e-4, atol=1e-4)
     for place, (anchor, depth) in enumerate(zip(entries.anchors.tolist(), entries.depths.tolist(), strict=True)):
         alone = torch.cat((text[:, : anchor + 1], torch.full((3, depth), MASK)), 1)
@@ -161,12 +161,12 @@ def test_a_new_mask_token_starts_as_the_mean_and_changes_nothing_else(tied, tmp_
 def test_the_loss_is_the_mean_over_tokens_and_masks(divergence):
     draft, target = tiny("llama"), tiny("llama")
     target.lm_head.weight.mul_(2)
-    masks = ParallelDraftTraining(draft, MASK, Parallel(3))
-    loss = DistillationLoss(draft, target, Distillation(loss=divergence), seed=5, masks=masks)
+    training = ParallelDraftTraining(draft, MASK, Parallel(3))
+    loss = DistillationLoss(draft, target, Distillation(loss=divergence), seed=5, parallel=training)
     ids = torch.randint(0, 60, (2, 13), generator=torch.Generator().manual_seed(1))
     found, parts = loss(ids, 0, 4, 0.5)
     text = ids[:, :-1]
-    entries = Entries.drawn(12, masks.options, torch.Generator().manual_seed(5 * 1_000_003 + 4))
+    entries = Entries.drawn(12, training.options, torch.Generator().manual_seed(5 * 1_000_003 + 4))
     said, each = target(text).logits.log_softmax(-1), []
     for anchor, depth in zip(entries.anchors.tolist(), entries.depths.tolist(), strict=True):
         alone = torch.cat((text[:, : anchor + 1], torch.full((2, depth), MASK)), 1)
@@ -181,9 +181,9 @@ def test_the_loss_is_the_mean_over_tokens_and_masks(divergence):
 @torch.no_grad()
 def test_acceptance_is_measured_in_rounds_of_k_drafts():
     draft, target = tiny("llama"), tiny("gpt2")
-    masks = ParallelDraftTraining(draft, MASK, Parallel(3))
+    training = ParallelDraftTraining(draft, MASK, Parallel(3))
     rows = torch.randint(0, 60, (5, 13), generator=torch.Generator().manual_seed(1))
-    found = masks.measure(target, rows)
+    found = training.measure(target, rows)
     greedy, sampled = [], []
     for row in rows:
         for anchor in range(0, 11, 3):

@@ -145,7 +145,7 @@ def test_probabilities_of_other_verifiers_are_not_shown(visitor: Visitor, is_sam
             return root.querySelector(".detail").textContent;
         }""".replace("IS_SAME_TEXT", is_same_text)
     )
-    assert "The draft proposed b; the target\u2019s choice is a." in said and rule in said
+    assert "The draft proposed b; the emitted token is a." in said and rule in said
     assert "acceptance probability" not in said and "Residual:" not in said and "The residual is empty" not in said
 
 
