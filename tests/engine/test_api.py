@@ -97,6 +97,7 @@ def test_greedy_is_the_default_in_python_and_in_the_server():
 
 @pytest.mark.parametrize("name", OPTIONS)
 @given(value=WILD)
+@example(value=10**5000)  # cannot be logged
 @settings(ANY, max_examples=25)
 def test_option_values_of_any_type_are_accepted_or_rejected_in_one_line(folder, name, value):
     name, model = ("model", ()) if name == "target" else (name, (folder,))

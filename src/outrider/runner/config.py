@@ -58,7 +58,7 @@ class RunnerConfig(CheckedOptions):
         in_plan=True,
     )
     max_len: int | None = option(
-        whole(2),
+        whole(2, INT32),
         None,
         "Context length in tokens, prompt included; determines the cache size (default: the model's own; longrope: the original"
         " one).",
