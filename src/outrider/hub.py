@@ -48,7 +48,7 @@ OTHER_WEIGHTS = ("adapter_model.", "openvino_")  # beginnings of names of weight
 CHUNK = 1 << 18  # bytes that are written at once; the hub client's 10 MiB hide the progress of a slow download
 
 # hub id, and quantisation or file; without these the id must say that it is one of GGUF files
-NAME = re.compile(r"(\w[\w.-]*/(?:[\w.-]+(?=:)|[\w.-]*GGUF(?<!(?-i:\.gguf))))(?::([\w./-]+))?", re.IGNORECASE)
+NAME = re.compile(r"(\w[\w.-]*/(?:[\w.-]+(?=:)|[\w.-]*GGUF))(?::([\w./-]+))?", re.IGNORECASE)
 # End of a file's name after the model's: quantisation, part. Qwen3-8B-Q4_K_M.gguf, Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf
 QUANTISATION = re.compile(r"(?:[-.]((?:UD-)?(?:I?Q|TQ|BF|FP?|MXFP|NVFP)\d\w*))?(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
 CACHED = re.compile(r"(.*/models--([\w.-]+?)--([\w.-]+)/snapshots/\w+)/([\w./-]+\.gguf)")  # a path in the download cache
@@ -102,8 +102,13 @@ def id_of_cached(path: str) -> str:
 
 
 def _named_gguf(source: object) -> re.Match[str] | None:
-    found = NAME.fullmatch(source) if isinstance(source, str) else None
+    found = NAME.fullmatch(source) if isinstance(source, str) and not _is_file_name(source) else None
     return None if found is None or os.path.exists(expanded(found[0])) else found
+
+
+def _is_file_name(source: str) -> bool:
+    """Return whether a source is the name of a GGUF file, perhaps a missing one, and not one in a repository."""
+    return source.endswith(".gguf") and ":" not in source
 
 
 def _cached(repo_id: str) -> Path:
@@ -162,7 +167,7 @@ def is_hub_id(source: object) -> bool:
 
     if not isinstance(source, (str, Path)) or not str(source) or is_path(source) or os.path.exists(expanded(source)):
         return False
-    if str(source).endswith(".gguf"):  # a file that does not exist
+    if _is_file_name(str(source)):
         return False
     try:
         validate_repo_id(str(source))

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from outrider.audit.certificate import audit, document
+from outrider.audit import certificate
 from outrider.audit.runner import AuditRunner, RoundSetup
 from outrider.audit.same_text import Grid, SameText
 from outrider.audit.sampling import AuditSettings, ReportProgress
@@ -65,7 +65,8 @@ def certificates(
         k = min(settings.k, proposer.max_drafts)
         setup = RoundSetup(proposer, verifier, k)
         try:
-            found.append(document(audit(runner, name, setup, replace(settings, k=k), report_of(name))))
+            result = certificate.audit(runner, name, setup, replace(settings, k=k), report_of(name))
+            found.append(certificate.document(result))
         except OutriderError as error:
             audited.not_possible[name] = str(error)
         else:

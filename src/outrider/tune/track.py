@@ -63,7 +63,7 @@ class Track:
 
 @dataclass(slots=True)
 class TrackedBatch:
-    """The requests of a round, what is known of each, and the costs of their rounds."""
+    """The requests of a round with their policy state, and the estimated costs of their rounds."""
 
     context: Context  # of this round, before the chosen K limit it
     tracks: list[Track]
