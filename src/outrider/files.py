@@ -15,7 +15,10 @@ GGUF_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})")  # name without ending of a par
 
 
 def expanded(source: str | Path) -> Path:
-    """Return the path with ``~`` or ``~user`` replaced by the home folder; unchanged if there is no such user."""
+    """Return the path with ``~`` or ``~user`` replaced by the home folder; unchanged if there is no such user.
+
+    Look for a user's path with ``os.path``: methods of ``Path`` raise ``OSError`` for a name that is too long.
+    """
     try:
         return Path(source).expanduser()
     except RuntimeError:

@@ -72,7 +72,7 @@ def on_this_machine(source: str | Path) -> Path | None:
     from huggingface_hub import constants, try_to_load_from_cache
 
     path = expanded(source)
-    if str(source) and os.path.isdir(path):  # Path.is_dir raises OSError for a name that is too long
+    if str(source) and os.path.isdir(path):
         return path
     try:
         config = try_to_load_from_cache(str(source), "config.json", cache_dir=constants.HF_HUB_CACHE)

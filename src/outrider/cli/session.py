@@ -163,7 +163,7 @@ def check_source(model: str | None, growth: float = 1.0) -> None:
         hub.check_repository(model, growth)
         return
     path = expanded(model)
-    if os.path.isdir(path):  # methods of Path raise OSError for a name that is too long
+    if os.path.isdir(path):
         if not (path / "config.json").is_file() and not list(path.glob("*.gguf")):
             raise OutriderError(not_a_model_folder(model))
         return

@@ -158,7 +158,7 @@ def known_drafters(target: TargetFiles) -> list[str]:
 def local_path(source: str | Path) -> Path | None:
     """Return a file, a local folder, or the folder of a hub id in the download cache; None otherwise."""
     path = expanded(source)
-    return path if os.path.isfile(path) else on_this_machine(source)  # Path.is_file raises OSError for a name that is too long
+    return path if os.path.isfile(path) else on_this_machine(source)
 
 
 def target_files(source: object) -> TargetFiles | None:

@@ -102,7 +102,6 @@ MTP = DraftKind(
 def find_folder(source: str | Path) -> Path:
     """Return a local folder, or the download of a hub id. Raises ``OutriderError`` if there is none."""
     path = expanded(source)
-    # Methods of Path raise OSError for a name that is too long.
     if os.path.isdir(path) or (os.path.isfile(path) and path.suffix in SUFFIXES):
         return path
     if os.path.exists(path) or is_path(source) or str(source).count("/") != 1:

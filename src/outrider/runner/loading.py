@@ -244,7 +244,7 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
 
 def refuse_missing(source: str | Path) -> None:
     """Raise ``OutriderError`` for a path at which there is neither a folder nor a GGUF file."""
-    exists = os.path.exists(source)  # Path.exists raises OSError, such as for a name that is too long
+    exists = os.path.exists(source)  # not Path.exists: see files.expanded
     looks_local = exists or is_path(source) or str(source).endswith(".gguf")
     if looks_local and not os.path.isdir(source) and gguf.find(source) is None:
         problem = "it is a file of another kind" if os.path.isfile(source) else "it does not exist or cannot be read"
