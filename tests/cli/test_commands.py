@@ -291,7 +291,7 @@ def test_a_question_that_exceeds_the_context_does_not_erase_the_conversation(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--max-len", "9" * 20], f"--max-len {'9' * 20} is reduced to 512"),
+        (["--max-len", "2147483647"], "--max-len 2147483647 is reduced to 512"),
         (["-k", "1000000", "--method", "ngram"], "--num-draft-tokens 1000000 is reduced to 64, the maximum of ngram"),
         (["-k", "64", "--method", "ngram", "--max-len", "512"], None),
         (["-k", "5", "--method", "plain"], None),
