@@ -14,7 +14,7 @@ from outrider.proposers.combined import CombinedConfig, CombinedProposer
 from outrider.proposers.method import Setting
 from outrider.registry import PROPOSERS
 from outrider.sampling import Sampler
-from outrider.types import Context, OutriderError, Proposal, SamplingParams
+from outrider.types import Context, OutriderError, Proposal, RequestFault, SamplingParams
 
 VOCAB = 9
 
@@ -226,6 +226,26 @@ def test_a_draft_model_catches_up_after_rounds_in_which_it_was_not_called(temper
         drafting.check()
         drafting.proposal = proposal
         drafting.commit(accepted, [50, 51, 52])
+
+
+def test_a_fault_of_the_second_leaves_no_unverified_drafts_in_the_cache_of_the_first():
+    """The other requests continue without a verdict on their drafts."""
+    drafting = Drafting(lengths=(5, 50), max_position_embeddings=52)  # the second request has no drafts of the first method
+    draft, calls = drafting.proposer, []
+
+    def faulty(context, k):
+        calls.append(context.request_ids)
+        raise RequestFault(["r1"], "injected")
+
+    drafting.proposer = combined(draft, ScriptedProposer(faulty))
+    with pytest.raises(RequestFault, match="injected"):
+        drafting.propose(4)
+    assert calls == [("r1",)]
+    del drafting.requests[1]
+    drafting.requests[0].token_ids += [1, 2, 3, 4, 5]  # not the drafts
+    drafting.proposer = draft
+    assert drafting.propose(4).lens.tolist() == [4]
+    drafting.check()
 
 
 def test_two_names_joined_by_a_plus_make_one_method():

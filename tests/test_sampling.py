@@ -24,7 +24,7 @@ from outrider import native
 from outrider.engine.logprobs import TokenLogprobs, token_logprobs
 from outrider.sampling import InvalidLogits, Sampler, penalties
 from outrider.sampling.grammar_masks import token_mask
-from outrider.sampling.min_tokens import check_min_tokens
+from outrider.sampling.min_tokens import check_masks
 from outrider.sampling.penalties import Penalties, path_mask
 from outrider.sampling.randomness import GOLDEN, first_above, gumbel, mix, reference_first_above, reference_gumbel
 from outrider.sampling.shaping import Shaping
@@ -264,21 +264,24 @@ def test_values_out_of_range_are_rejected_in_one_line(params: dict[str, Any], me
     [
         (SamplingParams(logit_bias={VOCAB: 1.0}), f"token id {VOCAB} "),
         (SamplingParams(banned_token_ids=(VOCAB + 1,)), f"token id {VOCAB + 1} "),
+        (SamplingParams(allowed_token_ids=(VOCAB,)), f"token id {VOCAB} "),
         (SamplingParams(allowed_token_ids=(3,), banned_token_ids=(3,)), "leave no token"),
+        (SamplingParams(allowed_token_ids=(3, 4), banned_token_ids=(3,), logit_bias={4: -math.inf}), "leave no token"),
+        (SamplingParams(banned_token_ids=range(VOCAB)), "leave no token"),
     ],
 )
-def test_invalid_masks_are_rejected_at_construction(params: SamplingParams, message: str) -> None:
+def test_invalid_masks_are_rejected(params: SamplingParams, message: str) -> None:
     with pytest.raises(OutriderError, match=message):
-        Sampler([request_of(params)], VOCAB)
+        check_masks(params, VOCAB, ())
 
 
 @pytest.mark.parametrize("masks", [{"stop_token_ids": range(VOCAB)}, {"allowed_token_ids": (3, 5), "stop_token_ids": (3,)}])
 def test_min_tokens_is_checked_once_and_not_for_every_batch(masks: dict[str, Any]) -> None:
     params = SamplingParams(**masks, min_tokens=1)
     with pytest.raises(OutriderError, match="min_tokens and the token masks leave no token"):
-        check_min_tokens(params, (5, VOCAB + 1), VOCAB)
-    check_min_tokens(replace(params, min_tokens=0), (5,), VOCAB)
-    check_min_tokens(replace(params, stop_token_ids=range(4)), (), VOCAB)
+        check_masks(params, VOCAB, (5, VOCAB + 1))
+    check_masks(replace(params, min_tokens=0), VOCAB, (5,))
+    check_masks(replace(params, stop_token_ids=range(4)), VOCAB, ())
     Sampler([request_of(params)], VOCAB, eos_token_ids=(5,))  # a batch does not fail because of one request
 
 

@@ -332,8 +332,15 @@ def test_ctrl_c_ends_a_chat_of_one_message(outrider: Run, target: Path, draft: P
     assert code == app.EXIT_INTERRUPTED and len(out) > 1 and err.strip().endswith("interrupted")
 
 
+def raising(error: type[BaseException]) -> Callable[..., None]:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
+
+
 @pytest.mark.parametrize(("signalled", "code"), [(KeyboardInterrupt, 0), (Terminated, 130)])
-@pytest.mark.parametrize("where", ["question", "answer"])
+@pytest.mark.parametrize("where", ["question", "answer", "summary"])
 def test_ctrl_c_ends_an_answer_of_a_chat_and_sigterm_the_chat(
     outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch, signalled: type[KeyboardInterrupt], code: int, where: str
 ) -> None:
@@ -349,6 +356,8 @@ def test_ctrl_c_ends_an_answer_of_a_chat_and_sigterm_the_chat(
     monkeypatch.setattr("outrider.cli.chat._is_interactive", lambda message: True)
     if where == "answer":
         interrupt(monkeypatch, 3, signalled)
+    elif where == "summary":
+        monkeypatch.setattr("outrider.cli.generate.summary", raising(signalled))
     command = ["chat", "--target", target, "--method", "plain", "--compile", "never", "--max-tokens", 9, "--ignore-eos"]
     assert outrider(*command).code == code
     assert lines == ([] if code == 0 else ["/exit"])

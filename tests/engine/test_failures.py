@@ -299,6 +299,57 @@ def test_the_policy_observes_only_rounds_that_it_decided_on():
     assert policy.num_heard == 2
 
 
+def test_a_request_that_fails_at_admission_keeps_its_own_error_if_the_round_raises():
+    runner = TableRunner()
+    start = runner.start
+    runner.start = lambda request_id, *rest: 1 / 0 if request_id == "r1" else start(request_id, *rest)
+    runner.commit = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    engine = make_engine(runner=runner)
+    for request in requests():
+        engine.add(request)
+    (emission,) = engine.step()
+    assert emission.request_id == "r1" and "ZeroDivisionError: division by zero" in emission.error
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+
+
+def test_time_is_not_counted_after_a_batch_that_cannot_be_made():
+    engine = make_engine()
+    engine.add(requests()[0])
+    engine._make_sampler = lambda _: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert engine._clock._phase is None
+
+
+@pytest.mark.parametrize("params", [{}, {"stop": ("never",)}, {"logprobs": 1}])
+def test_a_tokenizer_that_fails_ends_only_its_request(params):
+    class Decoder:
+        """Fails at the output of the request whose prompt begins with 7."""
+
+        def __init__(self, prompt_ids, *_):
+            self.fails = prompt_ids[0] == 7
+
+        def feed(self, token_ids):
+            if self.fails:
+                raise IndexError("piece id is\nout of range")
+            return "x" * len(token_ids)
+
+        def flush(self):
+            assert not self.fails
+            return ""
+
+    runner = TableRunner()
+    found = run(make_engine(oracle(runner, 1), 3, runner=runner, detokenizer=Decoder), requests(**params))
+    wanted = plain()
+    assert all(outputs(found)[name] == (wanted[name][0], "x" * 23, "length") for name in ("r0", "r2"))
+    (emission,) = found["r1"]
+    assert emission.finish_reason == "error" and not emission.token_ids and not emission.text
+    assert emission.error.startswith("the tokenizer cannot decode tokens [")
+    assert emission.error.endswith("]: IndexError: piece id is out of range")
+    assert runner.cached == {}
+
+
 def test_nothing_is_kept_of_requests_that_ended_in_an_interrupted_round():
     engine = make_engine()
     for request in requests(max_tokens=1):

@@ -530,3 +530,49 @@ def test_closing_in_one_thread_ends_the_streams_of_another(model, tokenizer):
         pool.submit(llm.close).result()
     with pytest.raises(OutriderError, match="closed"):
         next(stream)
+
+
+def test_an_llm_is_closed_even_if_a_request_cannot_be_aborted(model, tokenizer, monkeypatch):
+    llm = LLM(model, tokenizer=tokenizer, method="plain", compile="never")
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True))
+    next(stream)
+    monkeypatch.setattr(llm.engine, "abort", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.close()
+    assert llm.stats.num_tokens == 1 and not hasattr(llm, "engine") and not hasattr(llm, "runner")
+    llm.close()  # a second time does nothing
+    with pytest.raises(OutriderError, match="closed"):
+        next(stream)
+
+
+def test_a_signal_waits_until_the_llm_is_closed(model, tokenizer, monkeypatch):
+    llm = LLM(model, tokenizer=tokenizer, method="plain", compile="never")
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True))
+    next(stream)
+    engine, abort, aborted = llm.engine, llm.engine.abort, []
+
+    def signalled(request_id):
+        signal.raise_signal(signal.SIGINT)
+        aborted.append(abort(request_id))
+
+    monkeypatch.setattr(engine, "abort", signalled)
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    assert len(aborted) == 1 and not engine.has_work and not hasattr(llm, "engine")
+
+
+def test_requests_end_in_the_next_step_if_a_signal_arrives_before_the_lock_is_free(looking_up, monkeypatch):
+    class Held:
+        def __enter__(self):
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_): ...
+
+    stream = looking_up.stream(PROMPTS[0], SamplingParams(max_tokens=90, ignore_eos=True))
+    next(stream)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(looking_up, "_lock", Held())
+        stream.close()
+    assert not looking_up._inbox and looking_up.engine.has_work
+    looking_up.generate(PROMPTS[1], SamplingParams(max_tokens=3))
+    assert not looking_up.engine.has_work and not looking_up._to_abort

@@ -172,6 +172,26 @@ def test_an_aborted_request_leaves_no_state():
     assert "r1" not in engine.runner.cached
 
 
+def test_aborting_a_waiting_request_leaves_the_running_batch_unchanged():
+    engine = make_engine(runner=TableRunner(max_batch=1))
+    for request in requests():
+        engine.add(request)
+    engine.step()
+    sampler = engine.scheduler._sampler
+    engine.abort("r1")
+    assert sampler is not None and engine.scheduler._sampler is sampler
+    assert [entry.request.request_id for entry in engine.scheduler.waiting] == ["r2"]
+    engine.abort("r0")
+    assert engine.scheduler._sampler is None and not engine.scheduler.running
+
+
+def test_checking_a_request_makes_no_sampler():
+    """A sampler has tensors of the vocabulary's size, and a server checks requests between two events."""
+    engine = make_engine()
+    engine._make_sampler = None
+    engine.check(make_request("r", [3], allowed_token_ids=(3, 4), banned_token_ids=(4,), logit_bias={5: 1.0}, min_tokens=2))
+
+
 def test_a_prompt_whose_copy_fails_does_not_affect_others(monkeypatch):
     runner = TableRunner()
     monkeypatch.setattr(runner, "fork", lambda *_: 1 / 0)

@@ -150,5 +150,5 @@ def test_ready_names_what_is_stalled(load: Callable[..., LLM], monkeypatch: pyte
         monkeypatch.setattr(type(texts), "stalled_seconds", 1.0)
         assert ready()[0] == 503 and "the workers have made no progress for 1 s" in ready()[1]
         monkeypatch.undo()
-        schemas._trouble = "no memory"
+        schemas._start_error = "no memory"
         assert ready() == (503, "not ready: cannot start a process to compile a JSON schema: no memory")

@@ -432,7 +432,7 @@ def test_a_key_is_sent_in_either_header(load: Any) -> None:
             assert ask(**headers).status_code == 200
         for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Basic secret"}):
             assert error_of(ask(**headers))[:2] == (401, "authentication_error")
-        queue_is_full = served.service.bridge.room(served.llm.engine.scheduler.max_batch + 256, Client())
+        queue_is_full = served.service.bridge.reserve_places(served.llm.engine.scheduler.max_batch + 256, Client())
         with queue_is_full:
             answer = ask(**{"x-api-key": "secret"})
         assert error_of(answer)[:2] == (429, "rate_limit_error") and "retry-after" in answer.headers

@@ -24,7 +24,7 @@ from outrider.server.bridge import Busy, Stopping
 from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
 from outrider.server.gate import Gate
 from outrider.server.grammar import FEW_OUTPUTS, MAX_CACHED, MAX_GRAMMARS, MAX_NEW, MAX_OUTPUTS, Grammars
-from outrider.server.pool import WorkerPool
+from outrider.server.pool import WorkerLost, WorkerPool
 from outrider.server.prompts import Prompts, tokenizer_data
 from outrider.server.protocol import ChatBody
 from outrider.server.worker import Workbench
@@ -226,7 +226,7 @@ async def test_a_killed_worker_loses_no_answer(plain: LLM) -> None:
 async def test_jobs_fail_at_once_and_starts_are_retried_if_no_process_starts(
     plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "PAUSE", 0.05)
+    monkeypatch.setattr(pools, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(pools, "COMMAND", "raise SystemExit(3)")
 
     async with started(schema_pool(plain)) as pool:
@@ -234,7 +234,7 @@ async def test_jobs_fail_at_once_and_starts_are_retried_if_no_process_starts(
             with pytest.raises(Stopping, match="cannot start a process to compile a JSON schema"):
                 await pool.do(CHEAP, 1, ANYONE)
         monkeypatch.undo()
-        while pool.trouble:
+        while pool.start_error:
             await asyncio.sleep(0.05)
         assert await pool.do(CHEAP, 1, ANYONE) == {}
 
@@ -254,6 +254,62 @@ class Slow:
         return {}
 
     async def kill(self) -> None: ...
+
+
+class Faulty(Slow):
+    """A worker whose next calls of ``start`` and ``answer`` raise these errors; None is a success."""
+
+    outcomes: ClassVar[list[Exception | None]] = []
+
+    @classmethod
+    def _go_on(cls) -> None:
+        error = cls.outcomes.pop(0) if cls.outcomes else None
+        if error is not None:
+            raise error
+
+    @classmethod
+    async def start(cls, setup: object) -> Faulty:
+        cls._go_on()
+        return cls()
+
+    async def answer(self, job: dict[str, str]) -> dict[str, str]:
+        self._go_on()
+        return await super().answer(job)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sets the outcomes of the workers' next calls."""
+    monkeypatch.setattr(pools, "Worker", Faulty)
+    monkeypatch.setattr(pools, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(Slow, "order", [])
+    return lambda *outcomes: monkeypatch.setattr(Faulty, "outcomes", list(outcomes))
+
+
+async def recovered(pool: WorkerPool) -> None:
+    while Faulty.outcomes or pool.start_error:
+        await asyncio.sleep(0.01)
+
+
+@in_loop
+async def test_an_unexpected_failure_does_not_end_the_pool(plain: LLM, faulty: Callable[..., None]) -> None:
+    faulty(None, ValueError("no JSON"), RuntimeError("can't start\nnew thread"), None)
+    async with started(schema_pool(plain)) as pool:
+        with pytest.raises(ValueError, match="no JSON"):
+            await pool.do({"of": "a"}, 1, ANYONE)
+        await recovered(pool)
+        assert await pool.do({"of": "b"}, 1, ANYONE) == {}
+
+
+@in_loop
+async def test_a_retried_job_that_has_failed_meanwhile_does_not_run(plain: LLM, faulty: Callable[..., None]) -> None:
+    faulty(None, WorkerLost(-signal.SIGKILL), OSError("no memory"), None)
+    async with started(schema_pool(plain)) as pool:
+        with pytest.raises(Stopping, match="cannot start a process to compile a JSON schema: no memory"):
+            await pool.do({"of": "a"}, 1, ANYONE)
+        await recovered(pool)
+        assert await pool.do({"of": "b"}, 1, ANYONE) == {}
+        assert Slow.order == ["b"]
 
 
 @in_loop
@@ -287,13 +343,13 @@ async def test_without_keys_connections_take_turns_and_with_them_clients_do() ->
         for port in (1, 2):
             await ask(keys, port)
     assert [each.name for each in asked] == ["anonymous", "anonymous", "ada", "ada"]
-    assert len({each.turn for each in asked[:2]}) == 2 and asked[2].turn == asked[3].turn
+    assert len({each.queue_key for each in asked[:2]}) == 2 and asked[2].queue_key == asked[3].queue_key
 
 
 def test_a_single_client_has_one_queue() -> None:
     ada, bob = Client("ada"), Client("bob")
-    assert [KeyRing([("1", ada), ("2", ada)]).client(key).turn for key in "12"] == ["", ""]
-    assert len({KeyRing([("1", ada), ("2", bob)]).client(key).turn for key in "12"} - {""}) == 2
+    assert [KeyRing([("1", ada), ("2", ada)]).client(key).queue_key for key in "12"] == ["", ""]
+    assert len({KeyRing([("1", ada), ("2", bob)]).client(key).queue_key for key in "12"} - {""}) == 2
 
 
 @in_loop

@@ -153,19 +153,19 @@ def test_one_client_does_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> 
     ada, bob = Client("ada"), Client("bob")
     with ExitStack() as calls:
         for _ in range(5):
-            calls.enter_context(bridge.room(1, ada))
-        with pytest.raises(Busy), bridge.room(1, ada):
+            calls.enter_context(bridge.reserve_places(1, ada))
+        with pytest.raises(Busy), bridge.reserve_places(1, ada):
             pass
-        calls.enter_context(bridge.room(2, bob))
+        calls.enter_context(bridge.reserve_places(2, bob))
         bridge.submit([], monotonic() + 20, bob).close()  # nothing is left of it
-        with bridge.room(1, bob), pytest.raises(Busy), bridge.room(1, bob):
+        with bridge.reserve_places(1, bob), pytest.raises(Busy), bridge.reserve_places(1, bob):
             pass
     assert bridge.num_open == 0 and not bridge._preparing
-    with bridge.room(10, ada):  # a single call
+    with bridge.reserve_places(10, ada):  # a single call
         pass
     with ExitStack() as calls:
         for _ in range(10):
-            calls.enter_context(bridge.room(1, Client("ada", is_only=True)))
+            calls.enter_context(bridge.reserve_places(1, Client("ada", is_only=True)))
 
 
 def test_running_requests_count_towards_a_clients_share(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,6 +570,15 @@ def test_the_bridge_gets_no_emissions_after_a_request_ended(load: Callable[..., 
 
     assert asyncio.run(run()) == 1
     assert not llm.engine.has_work
+
+
+def test_the_first_command_of_an_idle_engine_counts_as_progress() -> None:
+    """Otherwise the engine would seem to have stalled for as long as it was idle."""
+    bridge, seen = EngineBridge(SimpleNamespace()), []  # type: ignore[arg-type]
+    bridge._last_progress = -1e9
+    bridge._commands.put(lambda: seen.append(bridge._last_progress))
+    bridge._run_commands(wait=True)
+    assert len(seen) == 1 and seen[0] > 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")

@@ -89,7 +89,7 @@ def test_a_key_is_required(load: Any) -> None:
 
 def test_a_call_takes_a_place_in_the_queue(load: Any) -> None:
     with serving(load(), max_queue=1) as served:
-        with served.service.bridge.room(served.llm.engine.scheduler.max_batch + 1, ANYONE):
+        with served.service.bridge.reserve_places(served.llm.engine.scheduler.max_batch + 1, ANYONE):
             answers = served.post("/tokenize", prompt="a"), served.post("/detokenize", tokens=[1])
         assert [answer.status_code for answer in answers] == [429, 429] and "retry-after" in answers[0].headers
         assert served.post("/tokenize", prompt="a").status_code == 200

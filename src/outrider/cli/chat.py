@@ -52,9 +52,7 @@ def command(
     history = [{"role": "system", "content": system}] if system else []
     llm.chat_prompt([*history, {"role": "user", "content": "Hello"}])  # fails early for a tokenizer without a chat template
     if question is not None:
-        interrupt = _answer(llm, history, question, params, show)
-        if interrupt is not None:
-            raise interrupt
+        _answer(llm, history, question, params, show)
         return
     first = list(history)
     while (question := _ask()) is not None:
@@ -64,12 +62,13 @@ def command(
             say(KEYS)
         elif question:
             try:
-                interrupt = _answer(llm, history, question, params, show)
+                _answer(llm, history, question, params, show)
             except OutriderError as error:  # a failed answer must not end the conversation
                 say_error(str(error))
-            else:
-                if isinstance(interrupt, Terminated):
-                    raise interrupt
+            except Terminated:
+                raise
+            except KeyboardInterrupt:  # ends the answer only
+                continue
 
 
 def _is_interactive(message: str | None) -> bool:
@@ -94,10 +93,8 @@ def _ask() -> str | None:
     return None if line in ("/exit", "/quit") else line
 
 
-def _answer(
-    llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams, show: bool
-) -> KeyboardInterrupt | None:
-    """Answer a question and append both to the history. Returns the interrupt that ended the answer early, or None.
+def _answer(llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams, show: bool) -> None:
+    """Answer a question and append both to the history. Raises the interrupt that ended the answer early, if any.
 
     An error leaves the history unchanged: a question that alone exceeds the context must not erase the conversation.
     """
@@ -105,7 +102,8 @@ def _answer(
     prompt = _fitting_prompt(llm, turns, params.max_tokens)
     text, interrupt = stream_to_screen(llm, prompt, params, show)
     history[:] = [*turns, {"role": "assistant", "content": text}]
-    return interrupt
+    if interrupt is not None:
+        raise interrupt
 
 
 def _fitting_prompt(llm: LLM, history: list[dict[str, str]], max_tokens: int) -> list[int]:

@@ -27,7 +27,7 @@ from outrider.errors import TARGET_FAILED
 from outrider.proposers.base import Proposer
 from outrider.runner import ModelRunner
 from outrider.sampling import Sampler
-from outrider.sampling.min_tokens import check_min_tokens
+from outrider.sampling.min_tokens import check_masks
 from outrider.types import Context, OutriderError, Request, Round
 from outrider.verifiers.base import Verifier
 
@@ -99,8 +99,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise ``OutriderError`` if the request can never run. Thread-safe, because it changes no state."""
         self.scheduler.check(request)
-        self._make_sampler([request])  # rejects token ids outside the vocabulary, and masks that leave no token
-        check_min_tokens(request.params, self.scheduler.eos_token_ids, self.runner.vocab_size)
+        check_masks(request.params, self.runner.vocab_size, self.scheduler.eos_token_ids)
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> None:
         """Queue a request. Raises ``OutriderError`` if it can never run.
@@ -111,11 +110,11 @@ class Engine:
         self.check(request)
         self.scheduler.add(request, fork_of, client, priority)
         if fork_of is not None:
-            self._guard.keep_prompt(fork_of)
+            self._guard.keep_prompt_hidden(fork_of)
 
     def abort(self, request_id: str) -> str:
         """End a request at once. Returns the text that the detokenizer still held back."""
-        entry = self.scheduler.remove(request_id)
+        entry = self.scheduler.find(request_id)
         return "" if entry is None else self._end(entry, "abort")
 
     @torch.no_grad()
@@ -125,21 +124,16 @@ class Engine:
         After an exception every request can continue from its last committed token; the last round's may not have been emitted.
         """
         failed = self._admit() + self._prefill()
+        if failed:  # the round, which may raise, follows in the next step
+            return failed
         self._clock.enter("host")
-        batch = self.scheduler.next_batch(self._make_sampler)
         try:
-            return failed + self._round(batch) if batch.entries else failed
-        except BaseException:
-            # The caches may contain tokens that were not committed: drop them and prefill again.
-            self._release(batch.context.request_ids)
-            for entry in batch.entries:
-                self.scheduler.move(entry, State.PREFILL)
-                if entry.finish_reason is None:
-                    self._reserve(entry)  # reserve its memory again
-                else:
-                    self._forget([entry.request.request_id])
-            self._clock.take()
-            raise
+            batch = self.scheduler.next_batch(self._make_sampler)
+            try:
+                return self._round(batch) if batch.entries else []
+            except BaseException:
+                self._recover(batch)
+                raise
         finally:
             self._clock.enter(None)
 
@@ -159,6 +153,17 @@ class Engine:
                 return [self._fail(batch.entries[0], failure.__cause__)]
             return self._isolate(batch, k, failure)
         return self._settle(batch, result, requested)
+
+    def _recover(self, batch: Batch) -> None:
+        """Drop the caches of a failed round's requests; those that have not finished are prefilled again."""
+        self._release(batch.context.request_ids)  # they may contain tokens that were not committed
+        for entry in batch.entries:
+            self.scheduler.move(entry, State.PREFILL)
+            if entry.finish_reason is None:
+                self._reserve(entry)
+            else:
+                self._forget([entry.request.request_id])
+        self._clock.take()
 
     def _plan_drafts(self, batch: Batch) -> tuple[int, Context]:
         """Return the largest K of this round and its context, limited to each request's K, with the proposer's cache filled."""
@@ -228,12 +233,12 @@ class Engine:
     def _emission(self, entry: Entry, b: int, result: RoundResult, origins: list[str]) -> Emission:
         request, token_ids = entry.request, result.token_ids[b]
         logprobs = None
-        if request.params.logprobs is not None:
+        if request.params.logprobs is not None and token_ids:
             rows = [0] + [node + 1 for node in result.verdict.paths[b]]
             logprobs = token_logprobs(result.scores.logits[b], rows[: len(token_ids)], token_ids, request.params.logprobs)
         stats = self._ledger.stats_of(request.request_id)
         reasons = entry.finish_reason, entry.stop_reason
-        return Emission(request.request_id, token_ids, origins, result.texts[b], logprobs, *reasons, None, stats)
+        return Emission(request.request_id, token_ids, origins, result.texts[b], logprobs, *reasons, entry.error, stats)
 
     # --- prefill ------------------------------------------------------------------------------------------------------------
 
@@ -268,9 +273,9 @@ class Engine:
         ready = self._guard.prefill(drafting)
         if all(ready):
             return context
-        able = {request.request_id for request, is_ready in zip(drafting, ready, strict=True) if is_ready}
+        can_draft = {request.request_id for request, is_ready in zip(drafting, ready, strict=True) if is_ready}
         pairs = zip(context.request_ids, context.limits, strict=True)
-        return context.limited([limit if request_id in able else 0 for request_id, limit in pairs])
+        return context.limited([limit if request_id in can_draft else 0 for request_id, limit in pairs])
 
     # --- request lifecycle --------------------------------------------------------------------------------------------------
 

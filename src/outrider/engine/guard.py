@@ -54,16 +54,16 @@ class GuardedProposer:
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         """Prefill the next chunk of prompts that are new to the proposer. Return which requests can be drafted for."""
         known = [self._drafting(request) for request in requests]
-        able = [self._is_able(drafting) for drafting in known]
-        rows = zip(requests, known, able, strict=True)
-        fresh = [request for request, drafting, is_able in rows if is_able and not drafting.is_prefilled]
+        can_draft = [self._can_draft(drafting) for drafting in known]
+        rows = zip(requests, known, can_draft, strict=True)
+        fresh = [request for request, drafting, can in rows if can and not drafting.is_prefilled]
         if not fresh:
-            return able
+            return can_draft
         try:
             self._prefill(fresh)
         except Exception as error:
             self._pause_at_fault(fresh, error)
-        return [is_able and drafting.is_prefilled for drafting, is_able in zip(known, able, strict=True)]
+        return [can and drafting.is_prefilled for drafting, can in zip(known, can_draft, strict=True)]
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Return the proposer's drafts for each request with a limit above 0, none for the others."""
@@ -105,16 +105,16 @@ class GuardedProposer:
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Drop the state of requests."""
-        self._forget(request_ids, self._proposer.release)
+        self._remove(request_ids, self._proposer.release)
 
     def retire(self, request_ids: Sequence[str]) -> None:
         """Drop the state of finished requests; the proposer may keep their cache for requests with the same prefix."""
-        self._forget(request_ids, self._proposer.retire)
+        self._remove(request_ids, self._proposer.retire)
 
     # --- samples of one prompt, hidden states ------------------------------------------------------------------------------
 
-    def keep_prompt(self, request_id: str) -> None:
-        """Announce that other requests will be forked from this one."""
+    def keep_prompt_hidden(self, request_id: str) -> None:
+        """Keep the hidden states of this request's prompt for requests that will be forked from it."""
         if self._features.layers:
             self._features.keep_prompt(request_id)
 
@@ -149,7 +149,7 @@ class GuardedProposer:
     def _drafting(self, request: Request) -> _Drafting:
         return self._requests[request.request_id]
 
-    def _is_able(self, drafting: _Drafting) -> bool:
+    def _can_draft(self, drafting: _Drafting) -> bool:
         # After a fault the hidden states of committed tokens are lost: a proposer that needs them is not called again.
         return self._round_index >= drafting.paused_until and not (drafting.num_faults and self._features.layers)
 
@@ -200,15 +200,15 @@ class GuardedProposer:
             logger.debug("proposer %r failed", self._proposer.name, exc_info=reason)
             reason = f"{type(reason).__name__}: {reason}"
         logger.warning("proposer %r failed; no drafts for requests %s: %s", self._proposer.name, ", ".join(ids), reason)
-        self._drop(ids, self._proposer.release)
+        self._release_caches(ids, self._proposer.release)
 
-    def _forget(self, request_ids: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:
+    def _remove(self, request_ids: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:
         for request_id in request_ids:
             self._requests.pop(request_id, None)
             self._drafted.discard(request_id)
-        self._drop(request_ids, release)
+        self._release_caches(request_ids, release)
 
-    def _drop(self, request_ids: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:
+    def _release_caches(self, request_ids: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:
         """Drop hidden states and the proposer's cache of requests."""
         self._features.release(request_ids)
         try:

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     Params = SamplingParams | Sequence[SamplingParams] | None
 
 SEED_STRIDE = 0x9E3779B97F4A7C15  # separates the seeds of a prompt's samples
-ENDED = "this request was ended by a step that failed: generate again"
+STEP_FAILED = "this request was ended by a step that failed: generate again"
 LONG_RUN = 8192  # rounds of a full batch after which compiled passes have saved more time than compilation takes
 
 
@@ -114,7 +114,7 @@ class LLM:
         self._inbox: dict[str, _Inbox] = {}
         self._lock = threading.RLock()  # of the engine and the tokenizer
         self._is_stepping = False
-        self._abandoned: list[str] = []  # requests to abort after the step
+        self._to_abort: list[str] = []  # requests to abort after the step
 
     @property
     def stats(self) -> GenerationStats:
@@ -239,15 +239,16 @@ class LLM:
 
     def close(self) -> None:
         """Abort all requests and free the models. Only ``stats`` remain available."""
-        with self._lock:
+        with self._lock, _deferred_interrupts():
             if self._is_closed:
                 return
-            self._is_closed = True
-            scheduler = self.engine.scheduler
-            for entry in [*scheduler.running, *scheduler.waiting]:
-                self.engine.abort(entry.request.request_id)
-            self._final_stats = self.engine.stats
-            del self.engine, self.policy, self.proposer, self.runner
+            self._final_stats, self._is_closed = self.engine.stats, True
+            try:
+                scheduler = self.engine.scheduler
+                for entry in [*scheduler.running, *scheduler.waiting]:
+                    self.engine.abort(entry.request.request_id)
+            finally:  # also after a second Ctrl-C
+                del self.engine, self.policy, self.proposer, self.runner
 
     def __reduce__(self) -> NoReturn:
         raise OutriderError("an LLM cannot be pickled or copied: create it in the process that uses it")
@@ -303,7 +304,7 @@ class LLM:
                 with self._open():
                     if not any([self._inbox[request_id].emissions for request_id in open_ids]):
                         if not self.engine.has_work:
-                            raise OutriderError(ENDED)
+                            raise OutriderError(STEP_FAILED)
                         with _deferred_interrupts():
                             self._step()
                 for request_id in [request_id for request_id in open_ids if self._inbox[request_id].emissions]:
@@ -316,9 +317,7 @@ class LLM:
                         if open_ids:
                             self._check_open()
         finally:
-            with self._lock, _deferred_interrupts():
-                for completion in open_ids.values():
-                    self._end(completion)
+            self._close_completions(open_ids.values())
         completions = [completion for job in jobs for completion in job.generation.outputs]
         if completions and all(completion.finish_reason == "error" for completion in completions):
             raise OutriderError(completions[0].error or TARGET_FAILED)
@@ -334,7 +333,10 @@ class LLM:
             self.warmup()
 
     def _step(self) -> None:
-        """Run a step of the engine, for the requests of all streams."""
+        """Run a step of the engine. The caller holds the lock.
+
+        Emissions go to the inboxes of all streams; the requests of a stream that is collected meanwhile are aborted afterwards.
+        """
         self._is_stepping = True
         try:
             for emission in self.engine.step():
@@ -342,38 +344,45 @@ class LLM:
                 if inbox is not None:
                     inbox.add(emission)
         except BaseException:
-            self._end_incomplete()
+            self._fail_undelivered()
             raise
         finally:
             self._is_stepping = False
-            while self._abandoned:
-                self.engine.abort(self._abandoned.pop())
+            while self._to_abort:
+                self.engine.abort(self._to_abort.pop())
 
-    def _end_incomplete(self) -> None:
+    def _fail_undelivered(self) -> None:
         """End requests whose tokens the failed step committed but did not deliver; all others continue."""
-        waiting = {entry.request.request_id for entry in self.engine.scheduler.waiting}
         for request_id, inbox in list(self._inbox.items()):
             entry = self.engine.scheduler.find(request_id)
             is_complete = inbox.has_ended if entry is None else inbox.num_tokens == entry.request.num_output_tokens
-            if not is_complete and request_id not in waiting:
+            if not is_complete:
                 self.engine.abort(request_id)
-                inbox.add(error_emission(request_id, OutriderError(ENDED)))
+                inbox.add(error_emission(request_id, OutriderError(STEP_FAILED)))
 
-    def _end(self, completion: Completion) -> None:
-        """End an open request: deliver what it has, such as of the step during which Ctrl-C was pressed, then abort it."""
+    def _close_completions(self, completions: Collection[Completion]) -> None:
+        """Close open requests. A Ctrl-C while another thread holds the lock leaves their end to the next step."""
+        try:
+            with self._lock, _deferred_interrupts():
+                for completion in completions:
+                    self._close_completion(completion)
+        except BaseException:
+            for completion in completions:
+                self._close_completion(completion, is_locked=False)
+            raise
+
+    def _close_completion(self, completion: Completion, is_locked: bool = True) -> None:
+        """Deliver what a request has, such as of the step during which Ctrl-C was pressed, then abort it if it is open."""
         inbox = self._inbox.pop(completion.request_id, None)
-        for emission in inbox.emissions if inbox is not None else ():
+        for emission in list(inbox.emissions) if inbox is not None else ():
             completion.add(emission)
-        if completion.finish_reason is None:
-            completion.finish_reason = "abort"
-            completion.text += "" if self._is_closed else self._abort(completion.request_id)
-
-    def _abort(self, request_id: str) -> str:
-        """End a request, and return the text that was held back. An abandoned stream may be collected during a step."""
-        if self._is_stepping:
-            self._abandoned.append(request_id)
-            return ""
-        return self.engine.abort(request_id)
+        if completion.finish_reason is not None:
+            return
+        completion.finish_reason = "abort"
+        if self._is_stepping or not is_locked:  # an abandoned stream may be collected during a step
+            self._to_abort.append(completion.request_id)
+        elif not self._is_closed:
+            completion.text += self.engine.abort(completion.request_id)
 
     def _submit(self, jobs: Sequence[_Job], open_ids: dict[str, Completion]) -> None:
         """Queue the requests of all prompts."""

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import chain
 
 from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory, StopScanner
 from outrider.engine.queue import FairQueue, exceeds_share
-from outrider.errors import PromptTooLong
+from outrider.errors import PromptTooLong, one_line
 from outrider.types import BatchSampler, Context, OutriderError, Request
 
 
@@ -34,6 +35,7 @@ class Entry:
     fork_of: str | None = None  # id of a request with the same prompt, whose cache is copied
     state: State = State.PREFILL
     finish_reason: str | None = None
+    error: str | None = None  # why the tokenizer could not decode its output
 
     @property
     def stop_reason(self) -> int | str | None:
@@ -147,9 +149,9 @@ class Scheduler:
             admitted.append(entry)
         return admitted
 
-    def find(self, request_id: str | None) -> Entry | None:
-        """Return the running request with this id, or None."""
-        return next((entry for entry in self.running if entry.request.request_id == request_id), None)
+    def find(self, request_id: str) -> Entry | None:
+        """Return the running or waiting request with this id, or None."""
+        return next((entry for entry in chain(self.running, self.waiting) if entry.request.request_id == request_id), None)
 
     def next_batch(self, make_sampler: Callable[[Sequence[Request]], BatchSampler]) -> Batch:
         """Return the requests of the next round. The sampler is reused while they are the same."""
@@ -170,23 +172,20 @@ class Scheduler:
             self._sampler = None
         entry.state = state
 
-    def remove(self, request_id: str) -> Entry | None:
-        """Remove and return a running or waiting request; None if there is none with this id."""
-        places: tuple[list[Entry] | FairQueue[Entry], ...] = (self.running, self.waiting)
-        for entries in places:
-            for entry in entries:
-                if entry.request.request_id == request_id:
-                    entries.remove(entry)
-                    self._sampler = None
-                    return entry
-        return None
-
     def commit(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
-        """Append a round's tokens up to the one where plain decoding would stop. Return these and the text they complete."""
-        if entry.scanner is None:
-            kept, text = self._commit_ids(entry, token_ids)
-        else:
-            kept, text = self._commit_text(entry, entry.scanner, token_ids)
+        """Append a round's tokens up to the one where plain decoding would stop. Return these and the text they complete.
+
+        If the tokenizer fails to decode them, none is appended and the request ends with an error.
+        """
+        try:
+            if entry.scanner is None:
+                kept, text = self._commit_ids(entry, token_ids)
+            else:
+                kept, text = self._commit_text(entry, entry.scanner, token_ids)
+        except Exception as error:  # such as a padding id of the vocabulary, which some tokenizers cannot decode
+            entry.error = f"the tokenizer cannot decode tokens {token_ids}: {type(error).__name__}: {one_line(str(error))}"
+            entry.detokenizer = None
+            return [], self.finish(entry, "error")
         entry.request.token_ids.extend(kept)
         if entry.finish_reason is not None:
             text += self.finish(entry, entry.finish_reason)
@@ -195,7 +194,11 @@ class Scheduler:
     def finish(self, entry: Entry, reason: str) -> str:
         """Finish a request; ``reason`` is "stop", "length", "abort" or "error". Return the text that was held back."""
         entry.finish_reason = reason
-        self.remove(entry.request.request_id)
+        if entry in self.running:
+            self.running.remove(entry)
+            self._sampler = None
+        else:
+            self.waiting.remove(entry)
         scanner = entry.scanner
         if entry.detokenizer is None or (scanner is not None and scanner.stopped_by is not None):
             return ""

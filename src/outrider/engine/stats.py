@@ -123,11 +123,10 @@ class GenerationStats:
     @property
     def acceptance_by_position(self) -> list[float]:
         """Return, for each index i, the share of all rounds in which draft i was accepted."""
-        longest = max(self.acceptance_histogram, default=0)
-        rounds = max(self.num_rounds, 1)
-        return [
-            sum(count for accepted, count in self.acceptance_histogram.items() if accepted > i) / rounds for i in range(longest)
-        ]
+        histogram = tuple(self.acceptance_histogram.items())  # a copy: another thread may add to it
+        longest = max([accepted for accepted, _ in histogram], default=0)
+        rounds = max(sum(count for _, count in histogram), 1)
+        return [sum(count for accepted, count in histogram if accepted > i) / rounds for i in range(longest)]
 
     @property
     def cost_ratio(self) -> float | None:

@@ -63,13 +63,17 @@ class Proposer(ABC):
         """Process the verdict, before accepted tokens are appended to the requests. Only needed by proposers with state.
 
         Called for requests that were drafted for in this round, with all of them, or one by one after a failure of the target.
+        It follows only a ``propose`` that returned.
         """
 
     def release(self, request_ids: Sequence[str]) -> None:  # noqa: B027 - optional
-        """Drop the state of requests. Unknown ids are ignored."""
+        """Drop all state of requests, which may have failed, or continue and be prefilled again. Unknown ids are ignored."""
 
     def retire(self, request_ids: Sequence[str]) -> None:
-        """Drop the state of finished requests; their cache may be kept for requests with the same prefix."""
+        """Drop the state of requests that finished or were aborted; their cache may be kept for others with the same prefix.
+
+        Called instead of ``release``.
+        """
         self.release(request_ids)
 
     def prepare(self) -> None:  # noqa: B027 - optional

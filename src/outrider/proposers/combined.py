@@ -19,7 +19,7 @@ from outrider.options import option, whole
 from outrider.proposers.base import Proposer, merged
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import Pair, Portable, TextDrafts
-from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict, joined
+from outrider.types import Context, Finding, OutriderError, Proposal, Request, RequestFault, Verdict, joined
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,12 @@ class CombinedProposer(Proposer):
         rows = [b for b, limit in enumerate(context.limits) if limit > 0 and lens[b] < enough]
         from_second = Proposal.empty(0)
         if rows:
-            from_second = self._second.propose(context.take(rows), rows, min(k, self._second.proposer.auto_drafts))
+            try:
+                from_second = self._second.propose(context.take(rows), rows, min(k, self._second.proposer.auto_drafts))
+            except RequestFault:  # other requests continue, but no verdict follows on the first one's drafts: they must go
+                if not self._first.proposer.needs_hidden:  # hidden states would not come again; heads do not keep drafts
+                    self._first.proposer.release(context.request_ids)
+                raise
         second_rows = {b: i for i, b in enumerate(rows) if from_second.lens[i] > 0}
         self._owners = [self._second if b in second_rows else self._first for b in range(batch)]
         if len(second_rows) == batch:

@@ -131,7 +131,7 @@ def tree_mask_and_positions(parents: Tensor, text_lens: Sequence[int], width: in
     chain that ends in the root), then the nodes. Siblings share a position; padding after the nodes continues counting.
     """
     batch, nodes = parents.shape
-    # numpy's: torch.tril wakes a thread of OpenMP for any size, which then spins for milliseconds on a core of the kernels
+    # numpy's: torch.tril wakes OpenMP's threads for any size, which takes longer than its work
     visible = torch.from_numpy(np.tri(width, dtype=bool)).repeat(batch, 1, 1)
     positions = torch.arange(width).repeat(batch, 1)
     sees = ancestor_matrix(parents)

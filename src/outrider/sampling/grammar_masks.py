@@ -56,9 +56,14 @@ def allowed_tokens(request: Request, path: Sequence[int]) -> Tensor | None:
     return allowed & mask
 
 
+def banned_tokens(params: SamplingParams) -> set[int]:
+    """Return the tokens that a request bans, also by a bias of minus infinity."""
+    return {*params.banned_token_ids, *(token for token, bias in params.logit_bias.items() if bias == -math.inf)}
+
+
 def token_mask(params: SamplingParams, vocab_size: int) -> Tensor | None:
     """Return bool [V]: tokens that the token masks of a request allow; None without any."""
-    banned = {*params.banned_token_ids, *(token for token, bias in params.logit_bias.items() if bias == -math.inf)}
+    banned = banned_tokens(params)
     if params.allowed_token_ids is None and not banned:
         return None
     mask = torch.full((vocab_size,), params.allowed_token_ids is None)

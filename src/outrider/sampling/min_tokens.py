@@ -1,4 +1,4 @@
-"""Mask the tokens that end an output until it has ``min_tokens`` tokens, at each committed and drafted position."""
+"""Check token masks, and mask the tokens that end an output until it has ``min_tokens`` tokens."""
 
 from __future__ import annotations
 
@@ -8,26 +8,35 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from outrider.sampling.grammar_masks import token_mask
+from outrider.sampling.grammar_masks import banned_tokens
 from outrider.sampling.penalties import depths_of
 from outrider.types import OutriderError, Request, SamplingParams
 
 
-def check_min_tokens(params: SamplingParams, eos_token_ids: Collection[int], vocab_size: int) -> None:
-    """Raise ``OutriderError`` if ``min_tokens`` is set and the token masks allow only tokens that end the output."""
-    if params.min_tokens == 0:
-        return
-    mask = token_mask(params, vocab_size)
-    others = torch.ones(vocab_size, dtype=torch.bool) if mask is None else mask
-    others[_ending(params, eos_token_ids, vocab_size)] = False
-    if not bool(others.any()):
+def check_masks(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    """Raise ``OutriderError`` for a token id outside the vocabulary, and if bias and masks leave no token.
+
+    It creates no tensors of the vocabulary's size: a server checks requests in the thread of its event loop.
+    """
+    allowed, banned = params.allowed_token_ids, banned_tokens(params)
+    largest = max([*params.logit_bias, *params.banned_token_ids, *(allowed or ())], default=0)
+    if largest >= vocab_size:
+        raise OutriderError(
+            f"invalid token id {largest} in a bias or mask: expected an id of the vocabulary, 0 to {vocab_size - 1}"
+        )
+
+    def leaves_none(barred: set[int]) -> bool:
+        return barred.issuperset(allowed) if allowed is not None else len(barred) == vocab_size
+
+    if leaves_none(banned):
+        raise OutriderError("logit_bias, allowed_token_ids and banned_token_ids leave no token: expected at least one")
+    if params.min_tokens and leaves_none(banned | _ending(params, eos_token_ids, vocab_size)):
         raise OutriderError("min_tokens and the token masks leave no token: expected one that does not end the output")
 
 
-def _ending(params: SamplingParams, eos_token_ids: Collection[int], vocab_size: int) -> Tensor:
-    """Return the tokens that end an output, int64 [N]."""
-    found = torch.tensor(sorted({*eos_token_ids, *params.stop_token_ids}), dtype=torch.long)
-    return found[found < vocab_size]
+def _ending(params: SamplingParams, eos_token_ids: Collection[int], vocab_size: int) -> set[int]:
+    """Return the tokens of the vocabulary that end an output."""
+    return {token for token in (*eos_token_ids, *params.stop_token_ids) if token < vocab_size}
 
 
 class MinTokens:
@@ -36,12 +45,13 @@ class MinTokens:
     def __init__(
         self, requests: Sequence[Request], eos_token_ids: Collection[int], vocab_size: int, device: torch.device
     ) -> None:
-        """The requests must have passed ``check_min_tokens``."""
+        """The requests must have passed ``check_masks``."""
         self._rows: list[tuple[int, Request, Tensor]] = []
         for row, request in enumerate(requests):
             if request.params.min_tokens == 0:
                 continue
-            self._rows.append((row, request, _ending(request.params, eos_token_ids, vocab_size).to(device)))
+            ending = sorted(_ending(request.params, eos_token_ids, vocab_size))
+            self._rows.append((row, request, torch.tensor(ending, dtype=torch.long, device=device)))
 
     @property
     def is_empty(self) -> bool:

@@ -17,7 +17,7 @@ from outrider.sampling.min_tokens import MinTokens
 from outrider.sampling.penalties import Penalties, depths_of
 from outrider.sampling.randomness import first_above, key_of, signed, uniforms
 from outrider.sampling.shaping import Shaping
-from outrider.types import OutriderError, Request, RequestFault
+from outrider.types import Request, RequestFault
 
 _ACCEPT, _DRAFT, _NOISE, _LAST = range(4)  # purposes of random numbers
 _MAX_PARTS = 16  # cached samplers of parts of the batch
@@ -38,7 +38,7 @@ class Sampler:
 
     Order: logit bias and token masks, ``min_tokens``, grammars, repetition penalty (prompt and output), presence and frequency
     penalties (output), temperature, top-k, top-p, min-p. Padding of ``drafts`` must be valid ids.
-    Raises ``OutriderError`` for a token id outside the vocabulary, and for masks that leave no token.
+    The requests must have passed ``check_masks``.
     """
 
     def __init__(
@@ -216,18 +216,9 @@ def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device)
     bias = torch.zeros(len(requests), 1, vocab_size, dtype=torch.float64)
     for row, request in zip(bias[:, 0], requests, strict=True):
         params = request.params
-        for ids in filter(None, (params.logit_bias, params.banned_token_ids, params.allowed_token_ids)):
-            least, most = min(ids), max(ids)
-            if least < 0 or most >= vocab_size:
-                raise OutriderError(
-                    f"invalid token id {least if least < 0 else most} in a bias or mask: expected an id of the vocabulary,"
-                    f" 0 to {vocab_size - 1}"
-                )
         if params.logit_bias:
             row[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
         mask = token_mask(params, vocab_size)
         if mask is not None:
             row.masked_fill_(~mask, -math.inf)
-        if not bool((row > -math.inf).any()):
-            raise OutriderError("logit_bias, allowed_token_ids and banned_token_ids leave no token: expected at least one")
     return bias.to(device)

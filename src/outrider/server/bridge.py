@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
-IDLE = 1.0  # seconds between two checks of the idle engine thread whether to stop
 
 
 def call_in_temporary_thread(work: Callable[[], Result]) -> Result:
     """Call ``work`` in a temporary thread and return its result. Raises what ``work`` raises.
 
     OpenMP's worker threads belong to the thread that first used them and live as long as it does. If there are more of them
-    than cores, they sleep between two operations instead of spinning, and waking them takes longer than most operations. So
-    only the engine thread may keep OpenMP threads. An executor's thread would not do: Ctrl-C waits for it.
+    than cores, libgomp lets none spin between two operations, which slows down passes unless ``OMP_WAIT_POLICY`` is passive
+    anyway, as ``outrider/__init__.py`` sets it. So only the engine thread may keep them. An executor's thread would not do:
+    Ctrl-C waits for it.
     """
     result: Future[Result] = Future()
 
@@ -78,10 +78,15 @@ class Stream:
     """
 
     def __init__(
-        self, bridge: EngineBridge, request_ids: Sequence[str], deadline: float, interval: float = 0.0, turn: str | None = ""
+        self,
+        bridge: EngineBridge,
+        request_ids: Sequence[str],
+        deadline: float,
+        interval: float = 0.0,
+        queue_key: str | None = "",
     ) -> None:
-        """``turn``: ``Client.turn`` of the call's client, or None if the requests do not count as open."""
-        self._bridge, self.turn = bridge, turn
+        """``queue_key``: ``Client.queue_key`` of the call's client, or None if the requests do not count as open."""
+        self._bridge, self.queue_key = bridge, queue_key
         self._open = set(request_ids)
         self._deadline, self._interval = deadline, interval
         self._held: dict[str, Emission] = {}  # request id -> merged emission
@@ -147,10 +152,10 @@ class EngineBridge:
         self.num_failures = 0  # steps that failed for the whole batch
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # request id -> stream, for unfinished requests
-        self._inside: set[str] = set()  # ids of requests in the engine; used by the engine thread only
+        self._in_engine: set[str] = set()  # ids of requests in the engine; used by the engine thread only
         self._has_broken = False
-        self._last_move = monotonic()  # when the engine thread last started a step or a command
-        self._preparing: Counter[str] = Counter()  # client's turn -> sequences of its calls that are still being prepared
+        self._last_progress = monotonic()  # when the engine thread last started a step or a command
+        self._preparing: Counter[str] = Counter()  # queue key -> sequences of calls that are still being prepared
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._should_stop = threading.Event()
@@ -178,16 +183,16 @@ class EngineBridge:
     @property
     def stalled_seconds(self) -> float:
         """Seconds since the current step of the engine started; 0 if the engine is idle."""
-        return monotonic() - self._last_move if self.llm.engine.has_work else 0.0
+        return monotonic() - self._last_progress if self.llm.engine.has_work else 0.0
 
     @property
     def num_open(self) -> int:
         """Number of requests that are running, waiting or being prepared."""
         streams = [*self._streams.values()]  # a copy: another thread may read this
-        return sum(stream.turn is not None for stream in streams) + self._preparing.total()
+        return sum(stream.queue_key is not None for stream in streams) + self._preparing.total()
 
     @contextmanager
-    def room(self, count: int, client: Client) -> Iterator[None]:
+    def reserve_places(self, count: int, client: Client) -> Iterator[None]:
         """Context manager that reserves queue space for ``count`` requests while they are prepared; ``submit`` them inside it.
 
         If there are several clients, one holds at most as many places as are free before its call: it cannot fill the queue
@@ -201,31 +206,30 @@ class EngineBridge:
         most = self.llm.engine.scheduler.max_batch + self.max_queue
         if count > most:
             raise OutriderError(f"too many sequences in one call: {count}; the limit is {most}")
-        free = most - self.num_open
-        held = 0
-        if client.turn:
-            held = self._preparing[client.turn] + sum(stream.turn == client.turn for stream in self._streams.values())
+        free, key, held = most - self.num_open, client.queue_key, 0
+        if key:
+            held = self._preparing[key] + sum(stream.queue_key == key for stream in self._streams.values())
         lacking = count - (free - held)
         if lacking > 0:  # so many must finish before, at the recent rate
             raise Busy(max(1, min(60, round(lacking * self._seconds_per_end))))
-        self._preparing[client.turn] += count
+        self._preparing[key] += count
         try:
             yield
         finally:
-            self._preparing -= Counter({client.turn: count})  # removes counts of 0
+            self._preparing -= Counter({key: count})  # removes counts of 0
 
     def submit(
         self, samples: Sequence[Sequence[Request]], deadline: float, client: Client = ANYONE, is_preparation: bool = False
     ) -> Stream:
-        """Queue the samples of each prompt; requests must have passed ``Engine.check``.
+        """Queue the samples of each prompt. A request that the engine refuses ends with an error emission.
 
         ``deadline``: in seconds of ``time.monotonic``. ``is_preparation``: the requests prepare others, which hold their places
         in the queue already. Raises ``Stopping`` if the engine thread has stopped.
         """
         self._check_health()
         requests = [request for group in samples for request in group]
-        turn = None if is_preparation else client.turn
-        stream = Stream(self, [request.request_id for request in requests], deadline, self.interval, turn)
+        queue_key = None if is_preparation else client.queue_key
+        stream = Stream(self, [request.request_id for request in requests], deadline, self.interval, queue_key)
         for request in requests:
             self._streams[request.request_id] = stream
         self._commands.put(lambda: self._add(samples, client))
@@ -276,11 +280,10 @@ class EngineBridge:
     def _work(self) -> None:
         engine = self.llm.engine
         while not self._should_stop.is_set():
-            self._last_move = monotonic()
             self._run_commands(wait=not engine.has_work)
             if not engine.has_work:
                 continue
-            self._last_move = monotonic()
+            self._last_progress = monotonic()
             try:
                 emissions = engine.step()
             except BaseException as error:  # e.g. a panic in a library; the engine rebuilds its caches
@@ -298,13 +301,14 @@ class EngineBridge:
         emissions = engine.fail_running(error)
         known = {emission.request_id for emission in emissions}
         known |= {entry.request.request_id for entry in engine.scheduler.waiting}
-        return emissions + [error_emission(request_id, error) for request_id in self._inside - known]
+        return emissions + [error_emission(request_id, error) for request_id in self._in_engine - known]
 
     def _run_commands(self, wait: bool) -> None:
         """Run commands from the event loop; if the engine is idle, wait for one."""
         try:
-            command = self._commands.get(timeout=IDLE) if wait else self._commands.get_nowait()
+            command = self._commands.get(block=wait)
             while True:
+                self._last_progress = monotonic()
                 command()
                 command = self._commands.get_nowait()
         except queue.Empty:
@@ -315,15 +319,15 @@ class EngineBridge:
         for group in samples:
             for i, request in enumerate(group):
                 try:
-                    self.llm.engine.add(request, group[0].request_id if i else None, client.turn, client.priority)
-                    self._inside.add(request.request_id)
+                    self.llm.engine.add(request, group[0].request_id if i else None, client.queue_key, client.priority)
+                    self._in_engine.add(request.request_id)
                 except Exception as error:
                     logger.exception("request %s was not accepted", request.request_id)
                     refused.append(error_emission(request.request_id, error))
         self._send(refused)
 
     def _abort(self, request_ids: set[str]) -> None:
-        self._inside -= request_ids
+        self._in_engine -= request_ids
         for request_id in request_ids:
             try:
                 self.llm.engine.abort(request_id)
@@ -332,7 +336,7 @@ class EngineBridge:
 
     def _send(self, emissions: Sequence[Emission]) -> None:
         if emissions:
-            self._inside -= {emission.request_id for emission in emissions if emission.finish_reason is not None}
+            self._in_engine -= {emission.request_id for emission in emissions if emission.finish_reason is not None}
             self._call(self._deliver, emissions)
 
     def _call(self, what: Callable[[Argument], None], argument: Argument) -> None:

@@ -66,7 +66,7 @@ class Client:
     is_only: bool = False  # whether this client has the only key
 
     @property
-    def turn(self) -> str:
+    def queue_key(self) -> str:
         """Key for fair scheduling: requests with different keys take turns. Empty if there is only one client."""
         return "" if self.is_only else f"{self.name} {self.connection}"
 

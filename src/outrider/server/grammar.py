@@ -101,9 +101,9 @@ class Grammars:
         self._compiler, self._config = GrammarCompiler(data), config
         self._in_compiler_thread = in_compiler_thread
         self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()  # by preamble and schema, as all that follow
-        self._in_memory: WeakKeyDictionary[TokenGrammar, str] = WeakKeyDictionary()  # -> turn of the client that sent it first
+        self._in_memory: WeakKeyDictionary[TokenGrammar, str] = WeakKeyDictionary()  # -> queue key of its first client
         self._refused: OrderedDict[str, str] = OrderedDict()  # -> reason
-        self._under_way: dict[str, tuple[asyncio.Task[TokenGrammar], str]] = {}  # -> task, turn of its client
+        self._under_way: dict[str, tuple[asyncio.Task[TokenGrammar], str]] = {}  # -> task, queue key of its first client
         limits = {"seconds": config.schema_timeout, "memory": int(config.worker_memory * 2**30), "nice": 10, "for_texts": False}
         self.pool = WorkerPool("compile a JSON schema", {**(data or {}), **limits}, config.workers, eager=False)
 
@@ -132,7 +132,7 @@ class Grammars:
             if not is_renewed:
                 self._check_room(client)
             making = asyncio.create_task(self._made(key, text, preamble, client))
-            self._under_way[key] = making, client.turn
+            self._under_way[key] = making, client.queue_key
             making.add_done_callback(lambda _: self._under_way.pop(key))
             # mark as retrieved: all callers may be gone
             making.add_done_callback(lambda _: making.cancelled() or making.exception())
@@ -140,9 +140,9 @@ class Grammars:
 
     def _check_room(self, client: Client) -> None:
         """Raise ``Busy`` if no place is free, or if this client already holds its share."""
-        holders = [*self._in_memory.values(), *(turn for _, turn in self._under_way.values())]
+        holders = [*self._in_memory.values(), *(queue_key for _, queue_key in self._under_way.values())]
         num_free = MAX_GRAMMARS - len(holders)
-        if num_free <= 0 or exceeds_share(client.turn, holders.count(client.turn), num_free):
+        if num_free <= 0 or exceeds_share(client.queue_key, holders.count(client.queue_key), num_free):
             raise Busy(1)
 
     async def _made(self, key: str, text: str, preamble: Preamble | None, client: Client) -> TokenGrammar:
@@ -154,7 +154,7 @@ class Grammars:
         except OutriderError as error:
             self._remember_refusal(key, str(error))
             raise
-        self._in_memory[grammar] = client.turn
+        self._in_memory[grammar] = client.queue_key
         self._kept[key] = grammar
         new = [each for each, kept in self._kept.items() if not kept.is_reused]
         for each in new[:-MAX_NEW]:

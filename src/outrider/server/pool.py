@@ -20,6 +20,7 @@ from time import monotonic
 from typing import Any
 
 from outrider.engine.queue import FairQueue
+from outrider.errors import one_line
 from outrider.server.bridge import Busy, Stopping
 from outrider.server.config import Client
 from outrider.server.worker import SLOWDOWN, Job, in_line
@@ -32,7 +33,7 @@ COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from outrider.server.worker i
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 START_SECONDS = 60.0  # until a process must be ready, even on a busy machine
 MAX_ANSWER = 1 << 30  # bytes of an answer
-PAUSE = 1.0  # seconds before the next attempt after a process failed to start
+RETRY_SECONDS = 1.0  # seconds before the next attempt after a process failed to start
 
 
 class WorkerLost(Exception):
@@ -69,7 +70,7 @@ class Worker:
 
     @classmethod
     async def start(cls, setup: Mapping[str, Any]) -> Worker:
-        """Start a process. Raises ``OSError``, ``WorkerLost`` or ``TimeoutError`` if it does not become ready."""
+        """Start a process. Raises an exception if it does not become ready, such as ``OSError`` or ``WorkerLost``."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-c", COMMAND, *sys.path),
             stdin=asyncio.subprocess.PIPE,
@@ -118,10 +119,10 @@ class WorkerPool:
         """
         self._what, self._setup, self._size, self._eager = what, setup, size, eager
         self._waiting: FairQueue[_Task] = FairQueue()
-        self._pushed = asyncio.Event()
+        self._job_added = asyncio.Event()
         self._runners: list[asyncio.Task[None]] = []
-        self._last_move = 0.0  # when a job or a process was last started
-        self._trouble: str | None = None  # reason why no process starts
+        self._last_progress = 0.0  # when a job or a process was last started
+        self._start_error: str | None = None  # reason why no process starts
 
     def start(self) -> None:
         self._runners = [asyncio.create_task(self._run()) for _ in range(self._size)]
@@ -135,15 +136,15 @@ class WorkerPool:
             task.result.cancel()
 
     @property
-    def trouble(self) -> str | None:
+    def start_error(self) -> str | None:
         """One-line reason why no job can run, or None."""
-        return self._trouble and f"cannot start a process to {self._what}: {self._trouble}"
+        return self._start_error and f"cannot start a process to {self._what}: {self._start_error}"
 
     @property
     def stalled_seconds(self) -> float:
         """Seconds without progress while jobs are waiting."""
         oldest = min((task.pushed for task in self._waiting), default=monotonic())
-        return monotonic() - max(self._last_move, oldest)
+        return monotonic() - max(self._last_progress, oldest)
 
     async def do(self, job: Job, cost: float, client: Client) -> Job:
         """Run a job and return its result. ``cost``: estimated work, by which the scheduling is fair between clients.
@@ -151,11 +152,11 @@ class WorkerPool:
         Raises ``OutriderError`` if the job is refused or exceeds its limit of processor time or memory, ``Busy`` if it got too
         little processor time, ``Stopping`` if no process starts.
         """
-        if self.trouble is not None:
-            raise Stopping(self.trouble)
+        if self.start_error is not None:
+            raise Stopping(self.start_error)
         task = _Task(job, monotonic(), asyncio.get_running_loop().create_future())
-        self._waiting.push(task, client.turn, client.priority, cost=cost)
-        self._pushed.set()
+        self._waiting.push(task, client.queue_key, client.priority, cost=cost)
+        self._job_added.set()
         try:
             answer = await task.result
         finally:
@@ -172,6 +173,8 @@ class WorkerPool:
                 if not self._eager and task is None:
                     await self._wait_for_job()
                 worker = await self._started(task)
+                if task is not None and task.result.done():  # it has failed meanwhile, or its caller was cancelled
+                    task = None
                 try:
                     while True:
                         task = task or await self._next()
@@ -180,6 +183,11 @@ class WorkerPool:
                 except (TimeoutError, WorkerLost) as error:
                     assert task is not None
                     task = self._job_to_retry(task, error)
+                except Exception as error:  # such as an answer that is not JSON: it must not end this runner
+                    logger.exception("a process to %s failed", self._what)
+                    if task is not None:
+                        task.end(error)
+                    task = None
                 finally:
                     await worker.kill()
         finally:
@@ -188,14 +196,14 @@ class WorkerPool:
 
     async def _wait_for_job(self) -> None:
         while not len(self._waiting):
-            self._pushed.clear()
-            await self._pushed.wait()
+            self._job_added.clear()
+            await self._job_added.wait()
 
     async def _next(self) -> _Task:
         await self._wait_for_job()
         task = next(iter(self._waiting))
         self._waiting.serve(task)
-        self._last_move = monotonic()
+        self._last_progress = monotonic()
         return task
 
     async def _started(self, task: _Task | None) -> Worker:
@@ -203,15 +211,15 @@ class WorkerPool:
         while True:
             try:
                 worker = await Worker.start(self._setup)
-            except (TimeoutError, OSError, WorkerLost) as error:
-                if self._trouble is None:
+            except Exception as error:  # whatever it is, the next attempt may succeed
+                if self._start_error is None:
                     logger.error("cannot start a process to %s: %s", self._what, error)
-                self._trouble = str(error) or f"not ready after {START_SECONDS:g} s"
+                self._start_error = one_line(str(error)) or f"not ready after {START_SECONDS:g} s"
                 for each in [*self._waiting, *([] if task is None else [task])]:
-                    each.end(Stopping(self.trouble or ""))
-                await asyncio.sleep(PAUSE)
+                    each.end(Stopping(self.start_error or ""))
+                await asyncio.sleep(RETRY_SECONDS)
             else:
-                self._trouble, self._last_move = None, monotonic()
+                self._start_error, self._last_progress = None, monotonic()
                 return worker
 
     def _job_to_retry(self, task: _Task, error: WorkerLost | TimeoutError) -> _Task | None:

@@ -152,7 +152,7 @@ class Service:
         if body.model is not None:
             self.check_model(body.model)
         call = http.state.call
-        with self.bridge.room(1, call.client):
+        with self.bridge.reserve_places(1, call.client):
             left = max(call.arrived + self.config.request_timeout - monotonic(), 0.0)
             found = await _unless_disconnected(http, work(call.client), left)
         return Response(status_code=CLOSED) if found is None else JSONResponse(found)
@@ -188,8 +188,8 @@ class Service:
         if bridge.stalled_seconds > most:
             return f"the engine has made no progress for {bridge.stalled_seconds:.0f} s"
         for pool in self.pools:
-            if pool.trouble is not None:
-                return pool.trouble
+            if pool.start_error is not None:
+                return pool.start_error
             if pool.stalled_seconds > most:
                 return f"the workers have made no progress for {pool.stalled_seconds:.0f} s"
         return None
@@ -205,7 +205,7 @@ class Service:
             raise OutriderError(f"invalid number of sequences {num_sequences} (prompts x n): expected 1 to {most}")
         call = http.state.call
         deadline = call.arrived + self.config.request_timeout
-        with self.bridge.room(num_sequences, call.client):
+        with self.bridge.reserve_places(num_sequences, call.client):
             left = max(deadline - monotonic(), 0.0)
             prepared = await _unless_disconnected(http, self._prepared(body, call, encode, params_with, answer), left)
             if prepared is None:
