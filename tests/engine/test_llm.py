@@ -202,19 +202,21 @@ def test_prompts_are_scored_in_chunks_while_another_request_goes_on(kind, model)
         assert_prompt_logprobs(target, request, found[request.request_id])
 
 
-def test_a_prompt_whose_log_probabilities_fail_ends_no_other_request(model, monkeypatch):
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_a_prompt_whose_log_probabilities_fail_ends_no_other_request(kind, model, monkeypatch):
     def failing(logits, rows, token_ids, num_top):
-        if num_top == 3:
+        if num_top == 3 and token_ids[-1] == 56:
             raise RuntimeError("out of memory")
         return token_logprobs(logits, rows, token_ids, num_top)
 
     monkeypatch.setattr("outrider.engine.engine.token_logprobs", failing)
-    llm = LLM(model, method="plain", compile="never")
-    good, bad = scored(llm, [5 + place for place in range(40)], 2), scored(llm, [9 + place for place in range(40)], 3)
+    target = model if kind == "llama" else hybrid(kind)
+    llm = LLM(target, method="plain", prefill_chunk=60, compile="never")
+    good, bad = scored(llm, [5 + place % 50 for place in range(90)], 2), scored(llm, [*range(5, 57)], 3)
     found = run(llm.engine, [good, bad])
     (lost,) = found[bad.request_id]
     assert lost.finish_reason == "error" and "out of memory" in lost.error
-    assert_prompt_logprobs(model, good, found[good.request_id])
+    assert_prompt_logprobs(target, good, found[good.request_id])
 
 
 def test_statistics_add_up(looking_up):

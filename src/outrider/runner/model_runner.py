@@ -262,6 +262,8 @@ class ModelRunner:
         A sequence that was not started begins at token 0. If ``read`` raises, no token of the chunk counts as cached.
         """
         rows = self._rows(request_ids, sequences, from_start=True)
+        for row in rows:  # a chunk that was not read may have overwritten recurrent states
+            self.cache.rollback(row, self.cache.cached_lens[row])
         counts = shared_chunk(self._num_uncached(sequences, rows), self.config.prefill_chunk)
         self._prefill_pass(request_ids, sequences, rows, counts, hidden, read)
 
@@ -472,10 +474,8 @@ class ModelRunner:
     ) -> float:
         """Return the seconds of a pass of ``width`` tokens per request over ``cache_len`` cached ones.
 
-        That is the minimum of ``repeat`` runs after one warm-up.
-
-        ``hidden``: the hidden states to report; ``span`` must begin at the first layer; ``passes``: instead of the runner's.
-        Raises ``OutriderError`` if fewer than ``batch`` rows of the cache are free.
+        That is the minimum of ``repeat`` runs after one warm-up. ``hidden``: the hidden states to report; ``span`` must begin at
+        the first layer; ``passes``: instead of the runner's. Raises ``OutriderError`` if fewer than ``batch`` rows are free.
 
         Tokens are random and new in each run: equal tokens would be routed to the same experts of a mixture, so a wide pass
         would read no more weights than a pass of one token.
