@@ -180,11 +180,12 @@ def assert_prompt_logprobs(target, request, emissions):
     assert emissions[-1].stats.num_cached == 0 and emissions[-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize("kind", ["llama", "eagle", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["llama", "padded", "eagle", "qwen3_5_text"])
 def test_prompts_are_scored_in_chunks_while_another_request_goes_on(kind, model):
-    target = model if kind in ("llama", "eagle") else hybrid(kind)
+    target = hybrid(kind) if kind == "qwen3_5_text" else model
     options = {"method": "eagle", "draft": draft_for("eagle", target)} if kind == "eagle" else {"method": "plain"}
     llm = LLM(target, prefill_chunk=20, compile="never", **options)
+    llm.runner.layouts.is_padded = kind == "padded"  # as on a GPU
     prompt = [5 + 7 * place % 53 for place in range(60)]
     llm.generate(prompt, SamplingParams(max_tokens=2))  # cached, but without log-probabilities
     other = llm.requests_for([5, 6], SamplingParams(max_tokens=30, ignore_eos=True, seed=0))[0]
