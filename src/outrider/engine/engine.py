@@ -277,9 +277,7 @@ class Engine:
             entry, request = entries[b], entries[b].request
             token_ids = request.token_ids[start + 1 : start + 1 + len(logits)]
             del entry.prompt_logprobs[start:]  # of a pass that failed for another request
-            entry.prompt_logprobs += token_logprobs(
-                logits, list(range(len(logits))), token_ids, request.params.logprobs or 0
-            )
+            entry.prompt_logprobs += token_logprobs(logits, list(range(len(logits))), token_ids, request.params.logprobs or 0)
 
         self.runner.prefill_with_logits(*_sequences(entries), read, self._hidden)
 

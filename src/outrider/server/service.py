@@ -83,9 +83,7 @@ class Service:
         params = partial(body.params, body.max_tokens, body.logprobs)
         return await self._answer(body, http, answer, len(given) * body.n, encode, params)
 
-    async def _echoes(
-        self, given: list[str] | list[list[int]], prompts: list[list[int]], body: CompletionBody
-    ) -> list[Echo]:
+    async def _echoes(self, given: list[str] | list[list[int]], prompts: list[list[int]], body: CompletionBody) -> list[Echo]:
         """Return the prompts as parts of the answer; if log-probabilities are asked for, with their tokens."""
         decode = partial(self._tokens.decoded, skips_special=body.skip_special_tokens)
         texts = [each if isinstance(each, str) else await self._in_helper_thread(partial(decode, each)) for each in given]
