@@ -474,8 +474,8 @@ class ModelRunner:
     ) -> float:
         """Return the seconds of a pass of ``width`` tokens per request over ``cache_len`` cached ones.
 
-        That is the minimum of ``repeat`` runs after one warm-up. ``hidden``: the hidden states to report; ``span`` must begin at
-        the first layer; ``passes``: instead of the runner's. Raises ``OutriderError`` if fewer than ``batch`` rows are free.
+        That is the minimum of ``repeat`` runs after one warm-up. ``hidden``: the hidden states to report; ``span`` must begin
+        at the first layer; ``passes``: instead of the runner's. Raises ``OutriderError`` if fewer than ``batch`` rows are free.
 
         Tokens are random and new in each run: equal tokens would be routed to the same experts of a mixture, so a wide pass
         would read no more weights than a pass of one token.

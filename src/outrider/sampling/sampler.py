@@ -5,8 +5,8 @@ A request's random numbers are hashes of (seed, committed length, purpose, index
 
 from __future__ import annotations
 
-import math
 import copy
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
