@@ -13,8 +13,10 @@ from torch import Tensor
 from toy import make_request, reference_probs
 from transformers import (
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -65,10 +67,11 @@ def random_logits(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64
 
 @pytest.mark.parametrize("params", SETTINGS)
 def test_probs_follow_the_documented_order(params: SamplingParams) -> None:
-    logits = random_logits(1, 1)
-    expected = reference_probs(logits[0, 0].tolist(), PROMPT, OUTPUT, params)
-    assert Sampler([request_of(params)], VOCAB).probs(logits)[0, 0].tolist() == pytest.approx(expected, abs=1e-12)
-    in_float32 = Sampler([request_of(params)], VOCAB).probs(logits.float())
+    logits, ends = random_logits(1, 1), (0, 11)
+    expected = reference_probs(logits[0, 0].tolist(), PROMPT, OUTPUT, params, ends)
+    sampler = Sampler([request_of(params)], VOCAB, eos_token_ids=ends)
+    assert sampler.probs(logits)[0, 0].tolist() == pytest.approx(expected, abs=1e-12)
+    in_float32 = Sampler([request_of(params)], VOCAB, eos_token_ids=ends).probs(logits.float())
     assert in_float32.dtype == torch.float32
     assert in_float32[0, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
@@ -96,9 +99,21 @@ def test_a_row_is_the_same_in_any_batch() -> None:
 
 
 def test_transformers_processors_agree() -> None:
-    params = SamplingParams(temperature=0.8, top_k=15, top_p=0.85, min_p=0.04, repetition_penalty=1.3)
+    bias, ends = {4: 2.0, 7: -1.5}, (0, 11)
+    params = SamplingParams(
+        temperature=0.8,
+        top_k=15,
+        top_p=0.85,
+        min_p=0.04,
+        repetition_penalty=1.3,
+        logit_bias=bias,
+        min_tokens=len(OUTPUT) + 1,
+        stop_token_ids=ends[1:],
+    )
     processors = LogitsProcessorList(
         [
+            SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()}),
+            MinNewTokensLengthLogitsProcessor(len(PROMPT), len(OUTPUT) + 1, list(ends)),
             RepetitionPenaltyLogitsProcessor(1.3),
             TemperatureLogitsWarper(0.8),
             TopKLogitsWarper(15),
@@ -109,8 +124,8 @@ def test_transformers_processors_agree() -> None:
     for seed in range(20):
         logits = random_logits(1, 1, seed=seed, dtype=torch.float32)
         theirs = torch.softmax(processors(torch.tensor([PROMPT + OUTPUT]), logits[0].clone()), dim=-1)
-        ours = Sampler([request_of(params)], VOCAB).probs(logits)[0]
-        assert torch.equal(theirs > 0, ours > 0)
+        ours = Sampler([request_of(params)], VOCAB, eos_token_ids=ends[:1]).probs(logits)[0]
+        assert torch.equal(theirs > 0, ours > 0) and not ours[0, list(ends)].any()
         assert torch.allclose(theirs, ours, atol=1e-6)
 
 
@@ -146,6 +161,21 @@ def test_counts_follow_the_committed_tokens() -> None:
         fresh = Sampler([request_of(params, output=request.token_ids[len(PROMPT) :])], VOCAB)
         assert torch.equal(kept.probs(logits, drafts), fresh.probs(logits, drafts))
         request.token_ids.append(token)
+
+
+def test_a_continued_sampler_equals_a_new_one() -> None:
+    """Of the requests of a batch some have more tokens, such as drafts that a grammar forces."""
+    params = [replace(SETTINGS[-1], temperature=1.0), SETTINGS[-2], SETTINGS[12], replace(SETTINGS[-1], seed=1)]
+    requests, logits = [request_of(each, seed) for seed, each in enumerate(params)], random_logits(len(params), 3)
+    drafts, kept = torch.tensor([[7, 8]] * len(params)), Sampler(requests, VOCAB)
+    before = kept.probs(logits, drafts)
+    ahead = {b: replace(requests[b], token_ids=[*requests[b].token_ids, 12, 9]) for b in (0, 1)}
+    continued, fresh = kept.continued(ahead), Sampler([ahead.get(b, each) for b, each in enumerate(requests)], VOCAB)
+    assert torch.equal(continued.probs(logits, drafts), fresh.probs(logits, drafts))
+    flat = torch.full((len(params), VOCAB), 1 / VOCAB)
+    assert torch.equal(continued.draw(flat, 0), fresh.draw(flat, 0))
+    assert torch.equal(continued.take([1, 2]).probs(logits[:2], drafts[:2]), fresh.take([1, 2]).probs(logits[:2], drafts[:2]))
+    assert torch.equal(kept.probs(logits, drafts), before)
 
 
 @pytest.mark.parametrize("ignores", [False, True])

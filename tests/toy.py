@@ -48,7 +48,11 @@ def make_request(
 
 
 def reference_probs(
-    logits: Sequence[float], prompt: Sequence[int], output: Sequence[int], params: SamplingParams
+    logits: Sequence[float],
+    prompt: Sequence[int],
+    output: Sequence[int],
+    params: SamplingParams,
+    eos_token_ids: Sequence[int] = (),
 ) -> list[float]:
     """Return the next token's distribution: the sampler's documented steps, token by token in Python floats."""
     scores = [float(score) for score in logits]
@@ -56,7 +60,7 @@ def reference_probs(
         scores[token] += params.logit_bias.get(token, 0.0)
         if token in params.banned_token_ids or (params.allowed_token_ids is not None and token not in params.allowed_token_ids):
             scores[token] = -math.inf
-        if token in params.stop_token_ids and len(output) < params.min_tokens:
+        if token in (*params.stop_token_ids, *eos_token_ids) and len(output) < params.min_tokens:
             scores[token] = -math.inf
     for token in set(prompt) | set(output):
         factor = params.repetition_penalty

@@ -52,11 +52,11 @@ class SamplingParams(CheckedOptions):
 
     Order of application: logit bias and token masks, ``min_tokens``, grammar, penalties, temperature, top-k, top-p, min-p. The
     default temperature, 0 (greedy), is also that of the command line, except for ``chat`` and ``compare``, and of the server.
-    None of the first ``min_tokens`` tokens ends the output, as in vLLM: end-of-text tokens and ``stop_token_ids`` are masked in
-    their place, with ``ignore_eos`` too, and a stop string counts only if a later token completes it. Numpy scalars and arrays,
-    0-d and 1-d tensors are converted to Python numbers. None stands for the default; of ``max_tokens``, for the end of the
-    context. Raises ``OutriderError`` for any other type, a value out of bounds, ``min_tokens`` above ``max_tokens``, and
-    ``min_tokens`` or ``ignore_eos`` with a grammar.
+    As in vLLM, end-of-text tokens and ``stop_token_ids`` have probability 0 at the first ``min_tokens`` positions, also with
+    ``ignore_eos``, and a stop string ends the output only if a later token completes it. Numpy scalars and arrays, 0-d and 1-d
+    tensors are converted to Python numbers. None stands for the default; of ``max_tokens``, for the end of the context. Raises
+    ``OutriderError`` for any other type, a value out of bounds, ``min_tokens`` above ``max_tokens``, and ``min_tokens`` or
+    ``ignore_eos`` with a grammar.
     """
 
     max_tokens: int = option(whole(1, INT32), 256, "Maximum number of tokens to generate.", panel=SAMPLING)

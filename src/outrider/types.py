@@ -51,6 +51,7 @@ class Request:
     num_draft_tokens: int | None = None  # requested K, 0 for plain decoding; None: the policy decides
     delimiters: frozenset[int] = frozenset()  # special tokens that are not skipped in the text
     may_draft: bool = True  # False: the proposer never drafts for it, so its hidden states are not kept
+    scores_prompt: bool = False  # report the log-probabilities of the prompt's tokens, too; needs params.logprobs
 
     @property
     def takes_drafts(self) -> bool:
@@ -133,6 +134,10 @@ class BatchSampler(Randomness, Protocol):
 
     def take(self, rows: Sequence[int]) -> BatchSampler:
         """Return the sampler of these requests, in this order."""
+        ...
+
+    def continued(self, requests: Mapping[int, Request]) -> BatchSampler:
+        """Return the sampler of the same batch in which some requests, given by row, have more tokens."""
         ...
 
 

@@ -310,7 +310,9 @@ def test_the_stop_reason_is_the_string_or_token_that_ended_the_output(llm):
     assert end(ignore_eos=True) == ("length", None)
     assert end(ignore_eos=True, stop_token_ids=[token]) == ("stop", token)
     assert end(ignore_eos=True, stop=[text, "never there"]) == ("stop", text)
-    assert end(allowed_token_ids=[llm.tokenizer.eos_token_id]) == ("stop", None)
+    eos = llm.tokenizer.eos_token_id
+    assert end(allowed_token_ids=[eos]) == end(allowed_token_ids=[eos], stop_token_ids=[eos]) == ("stop", None)
+    assert end(allowed_token_ids=[eos], stop_token_ids=[eos], ignore_eos=True) == ("stop", eos)
 
 
 def test_a_stop_string_or_token_stays_in_the_text_if_asked_for(llm):

@@ -237,6 +237,10 @@ def test_coupled_noise_gives_the_same_sample_with_and_without_drafts(k):
 def test_logprobs_come_from_the_row_each_token_was_sampled_from(right):
     runner = TableRunner()
     emissions = run(make_engine(oracle(runner, right), 4, runner=runner), requests(1, logprobs=2))["r0"]
+    assert_logprobs_are_the_targets(runner, emissions)
+
+
+def assert_logprobs_are_the_targets(runner, emissions):
     text = list(PROMPTS[0])
     for emission in emissions:
         assert len(emission.logprobs) == len(emission.token_ids)
@@ -245,6 +249,23 @@ def test_logprobs_come_from_the_row_each_token_was_sampled_from(right):
             assert found.logprob == pytest.approx(float(row[token]), abs=1e-5)
             assert [i for i, _ in found.top] == row.topk(2).indices.tolist()
             text.append(token)
+
+
+def test_logprobs_of_a_tree_come_from_the_row_each_token_was_sampled_from():
+    runner = TableRunner()
+
+    def tree(context, k):
+        """Draft a wrong token, the right one and, after it, a wrong and the right one."""
+        first, second = greedy_continuation(runner, context.requests[0].token_ids, 2)
+        wrong = [1 + token % (VOCAB - 1) for token in (first, second)]
+        drafts, parents = [[wrong[0], first, wrong[1], second]], [[-1, -1, 1, 1]]
+        return Proposal(torch.tensor(drafts), torch.tensor([4]), None, torch.tensor(parents))
+
+    proposer = ScriptedProposer(tree)
+    proposer.drafts_trees = True
+    emissions = run(make_engine(proposer, 2, runner=runner), requests(1, logprobs=2, max_tokens=12))["r0"]
+    assert max(len(emission.token_ids) for emission in emissions) == 3
+    assert_logprobs_are_the_targets(runner, emissions)
 
 
 class Features(Proposer):

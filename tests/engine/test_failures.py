@@ -92,6 +92,30 @@ def test_only_the_request_with_invalid_drafts_is_paused(fault, batch, caplog):
     assert len(caplog.records) == 1
 
 
+def test_a_grammar_that_fails_pauses_only_its_request():
+    """The sampler of the draft model asks it before the target does, if it forces no tokens itself."""
+    runner = TableRunner()
+
+    class Failing:
+        def allowed(self, output, path):
+            if len(output) == 4:
+                raise RuntimeError("too complex")
+            return torch.arange(VOCAB) > 0
+
+    def script(context, k):
+        logits = torch.stack([runner.logits_after(request.token_ids) for request in context.requests])
+        tokens = context.sampler.tokens(logits[:, None])
+        return chain_proposal([row[: min(k, limit)] for row, limit in zip(tokens.tolist(), context.limits, strict=True)])
+
+    engine = make_engine(ScriptedProposer(script), 1, runner=runner, grammar_drafts=False)
+    first, *others = requests()
+    first.matcher = Failing()
+    found = run(engine, [first, *others])
+    assert outputs(found)["r0"][2] == "error" and "too complex" in found["r0"][-1].error
+    assert [found[f"r{b}"][-1].stats.faults for b in (1, 2)] == [0, 0]
+    assert [outputs(found)[f"r{b}"] for b in (1, 2)] == [plain()[f"r{b}"] for b in (1, 2)]
+
+
 def test_invalid_draft_logits_pause_other_requests_for_one_round():
     runner = TableRunner()
     good, lens = oracle(runner), []

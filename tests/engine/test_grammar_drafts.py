@@ -15,6 +15,7 @@ from outrider.engine.grammar_drafts import MAX_DRAFTS, MAX_STATES, TokenGuesser
 from outrider.engine.options import Speculation
 from outrider.engine.policy import FixedLength
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
+from outrider.sampling import sampler
 from outrider.types import Context, Proposal, Request, Round, SamplingParams, Verdict
 
 from .toy import EOS, VOCAB, TableRunner, greedy_continuation, make_engine, make_request, oracle, outputs, run
@@ -231,6 +232,17 @@ def test_the_proposer_drafts_after_the_run_and_is_told_of_its_own_drafts() -> No
     assert all(limit <= 16 - (len(seen) - 2) - 1 for seen, limit in asked)
     assert all(told == text[: len(told)] and accepted <= 2 for told, accepted in recorder.told if told[:2] == [3, 4])
     assert engine.stats.faults == 0
+
+
+def test_settings_of_a_batch_are_prepared_once_and_not_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, shaping = [], sampler.Shaping
+    monkeypatch.setattr(sampler, "Shaping", lambda *given: prepared.append(given) or shaping(*given))
+    recorder, params = Recorder(), {"max_tokens": 30, "repetition_penalty": 1.3, "frequency_penalty": 0.4}
+    engine = make_engine(recorder, k=2)
+    found = outputs(run(engine, [forced("a", blocks, **params), make_request("b", [5, 6], **params)]))
+    assert found["a"] == plain_output(blocks, **params)
+    assert len({len(text) for text, _ in recorder.seen if text[:2] == [3, 4]}) > 4
+    assert len(prepared) <= 7  # checks, batches of two and of one request, and those of plain decoding
 
 
 def test_a_proposer_that_needs_hidden_states_waits_until_the_run_is_read() -> None:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from lossless.drafts import draft_for
 from runner.rounds import make_model
 from runner.test_architectures import small_config
 from tiny_hybrids import hybrid
@@ -21,9 +22,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import LLM, GenerationInterrupted, OutriderError, SamplingParams, native
 from outrider.engine.config import load_tokenizer
+from outrider.engine.logprobs import token_logprobs
 from outrider.proposers.base import ScriptedProposer
 
 from .test_detokenizer import byte_level
+from .toy import run
 
 PROMPTS = ["def add(a, b):", "naïve café", "你好"]
 
@@ -156,6 +159,65 @@ def test_logprobs_are_returned_for_accepted_drafts(looking_up, model):
         rows = torch.log_softmax(model(torch.tensor([[5, 6, 7, *completion.token_ids]])).logits[0, 2:-1], -1)
     for row, token, found in zip(rows, completion.token_ids, completion.logprobs, strict=True):
         assert found.logprob == pytest.approx(float(row[token]), abs=1e-2)
+
+
+def scored(llm, prompt, num_top):
+    """Return a request for 12 tokens that reports the log-probabilities of its prompt."""
+    (request,) = llm.requests_for(prompt, SamplingParams(max_tokens=12, ignore_eos=True, logprobs=num_top))
+    request.scores_prompt = True
+    return request
+
+
+def assert_prompt_logprobs(target, request, emissions):
+    emission, *later = emissions
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    with torch.no_grad():
+        rows = torch.log_softmax(target(torch.tensor([prompt])).logits[0, :-1], -1)
+    for row, token, found in zip(rows, prompt[1:], emission.prompt_logprobs, strict=True):
+        assert found.logprob == pytest.approx(float(row[token]), abs=1e-2)
+        assert found.top[0][1] == pytest.approx(float(row.max()), abs=1e-2)
+    assert emission.token_ids and later and all(each.prompt_logprobs is None for each in later)
+    assert emissions[-1].stats.num_cached == 0 and emissions[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["llama", "padded", "eagle", "qwen3_5_text"])
+def test_prompts_are_scored_in_chunks_while_another_request_goes_on(kind, model):
+    target = hybrid(kind) if kind == "qwen3_5_text" else model
+    options = {"method": "eagle", "draft": draft_for("eagle", target)} if kind == "eagle" else {"method": "plain"}
+    llm = LLM(target, prefill_chunk=20, compile="never", **options)
+    llm.runner.layouts.is_padded = kind == "padded"  # as on a GPU
+    prompt = [5 + 7 * place % 53 for place in range(60)]
+    llm.generate(prompt, SamplingParams(max_tokens=2))  # cached, but without log-probabilities
+    other = llm.requests_for([5, 6], SamplingParams(max_tokens=30, ignore_eos=True, seed=0))[0]
+    long, short = scored(llm, prompt, 2), scored(llm, prompt[:30], 1)
+    for request in (other, long, short):
+        llm.engine.add(request)
+    found, num_alone = {request.request_id: [] for request in (other, long, short)}, 0
+    while llm.engine.has_work:
+        emissions = llm.engine.step()
+        for emission in emissions:
+            found[emission.request_id].append(emission)
+        num_alone += [emission.request_id for emission in emissions] == [other.request_id] and not found[long.request_id]
+    assert 2 <= num_alone <= 5 and llm.stats.faults == 0  # 88 tokens in chunks of 20
+    for request in (long, short):
+        assert_prompt_logprobs(target, request, found[request.request_id])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_a_prompt_whose_log_probabilities_fail_ends_no_other_request(kind, model, monkeypatch):
+    def failing(logits, rows, token_ids, num_top):
+        if num_top == 3 and token_ids[-1] == 56:
+            raise RuntimeError("out of memory")
+        return token_logprobs(logits, rows, token_ids, num_top)
+
+    monkeypatch.setattr("outrider.engine.engine.token_logprobs", failing)
+    target = model if kind == "llama" else hybrid(kind)
+    llm = LLM(target, method="plain", prefill_chunk=60, compile="never")
+    good, bad = scored(llm, [5 + place % 50 for place in range(90)], 2), scored(llm, [*range(5, 57)], 3)
+    found = run(llm.engine, [good, bad])
+    (lost,) = found[bad.request_id]
+    assert lost.finish_reason == "error" and "out of memory" in lost.error
+    assert_prompt_logprobs(target, good, found[good.request_id])
 
 
 def test_statistics_add_up(looking_up):

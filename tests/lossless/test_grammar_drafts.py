@@ -76,11 +76,7 @@ def with_forced(output: Text, params: SamplingParams, own: Drafts, drafts_ahead:
     batch, num_nodes = len(own.weights), own.proposal.num_nodes
     requests = [replace(constrained(output, params), request_id=str(b)) for b in range(batch)]
     context = Context(tuple(requests), (9,) * batch, Sampler(requests, enumeration.VOCAB))
-    forced = GrammarDrafts(
-        ScriptedProposer(lambda context, k: own.proposal),
-        lambda each: Sampler(each, enumeration.VOCAB),
-        drafts_ahead=drafts_ahead,
-    )
+    forced = GrammarDrafts(ScriptedProposer(lambda context, k: own.proposal), drafts_ahead=drafts_ahead)
     forced.find_tokens(context)
     return Drafts(forced.propose(context, num_nodes), own.weights)
 

@@ -21,11 +21,11 @@ from toy import outputs_of, reference_probs
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider import LLM, SamplingParams
+from outrider.audit.wrong import WithoutResidual
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.registry import PROPOSERS
-from outrider.types import Context, DraftPrices, Proposal, Randomness, Round, Verdict
-from outrider.verifiers.rejection import RejectionVerifier
+from outrider.types import Context, DraftPrices, Proposal, Round
 
 from .drafts import block_head, draft_for
 
@@ -146,12 +146,25 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "block"])
+@pytest.mark.parametrize("verifier", ["rejection", "block", "exact"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_samples_follow_the_targets_distribution(name: str, verifier: str) -> None:
     law = exact_law(SETTINGS[name])
     assert law.sum() == pytest.approx(1, abs=1e-9)
     assert excess(sample(SETTINGS[name], verifier=verifier), law) < 1
+
+
+@pytest.mark.parametrize("verifier", ["block", "exact"])
+def test_samples_of_requests_with_different_settings_in_one_batch_follow_the_target(verifier: str) -> None:
+    settings = [SETTINGS[name] for name in ("penalties", "min_tokens", "top-k")]
+    params = [replace(each, n=64, max_tokens=LENGTH, seed=turn, ignore_eos=True) for turn in range(64) for each in settings]
+    options = {"method": "draft", "draft": DRAFT, "num_draft_tokens": 3, "verifier": verifier}
+    llm = LLM(TARGET, max_batch=256, compile="never", **options)
+    found = llm.generate([PROMPT] * len(params), params)
+    assert llm.stats.faults == 0
+    for index, each in enumerate(settings):
+        samples = [completion.token_ids for completion in outputs_of(found[index :: len(settings)])]
+        assert len(samples) == SAMPLES and excess(samples, exact_law(each)) < 1
 
 
 def test_samples_of_point_masses_and_coupled_noise_follow_the_target() -> None:
@@ -237,15 +250,6 @@ def test_self_drafting_targets_emit_the_same_text_with_coupled_noise(method: str
     assert texts[0] == texts[1]
 
 
-class WithoutResidual(RejectionVerifier):
-    """A wrong verifier: after a rejection it samples from the target instead of the residual."""
-
-    def verify(self, proposal: Proposal, target: torch.Tensor, random: Randomness) -> Verdict:
-        verdict = super().verify(proposal, target, random)
-        after = target[torch.arange(len(verdict.paths)), [len(path) for path in verdict.paths]]
-        return replace(verdict, next_tokens=random.categorical(after).tolist())
-
-
 class Untempered(DraftModelProposer):
     """A wrong proposer: its probabilities are flatter than the distribution of its drafts."""
 
@@ -271,11 +275,11 @@ def test_harness_detects_draft_probabilities_without_temperature(monkeypatch: py
 TREES = [method for method in METHODS if any(PROPOSERS.get(part).proposer.drafts_trees for part in method.split("+"))]
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize(("temperature", "verifier"), [(0.7, "block"), (1.0, "block"), (1.0, "exact")])
 @pytest.mark.parametrize("method", TREES)
-def test_samples_of_trees_follow_the_target(method: str, temperature: float) -> None:
+def test_samples_of_trees_follow_the_target(method: str, temperature: float, verifier: str) -> None:
     params = SamplingParams(temperature=temperature)
-    samples = sample(params, method=method, draft=draft_for(method, TARGET))
+    samples = sample(params, method=method, draft=draft_for(method, TARGET), verifier=verifier)
     assert excess(samples, exact_law(params)) < 1
 
 

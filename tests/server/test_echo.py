@@ -96,13 +96,29 @@ def test_an_echo_in_a_stream_is_refused(client: openai.OpenAI) -> None:
         client.completions.create(model="outrider", prompt="a", echo=True, stream=True)
 
 
+def test_a_prompt_is_scored_while_it_is_prefilled(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, stats, widths = served.llm.runner, served.llm.engine.stats, []
+    run, before = runner.passes.run, (stats.num_tokens, stats.num_grammar_tokens)
+
+    def watched(tokens: torch.Tensor, *rest: Any) -> Any:
+        widths.append(tokens.shape[1])
+        return run(tokens, *rest)
+
+    monkeypatch.setattr(runner.passes, "run", watched)
+    prompt = [7 + 3 * place for place in range(70)]
+    answer = served.post("/v1/completions", prompt=prompt, echo=True, logprobs=0, max_tokens=1)
+    assert len(answer.json()["choices"][0]["logprobs"]["token_logprobs"]) == 71
+    assert (stats.num_tokens, stats.num_grammar_tokens) == (before[0] + 1, before[1])
+    assert widths == [69, 1]
+
+
 def test_an_echo_takes_one_place_in_the_queue_for_each_sequence(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, bridge = Slow(served, monkeypatch), served.service.bridge
     with ThreadPoolExecutor() as callers:
-        asked = {"prompt": ["a b c d", "e f g h"], "echo": True, "logprobs": 1, "max_tokens": 2}
+        asked = {"prompt": ["a b c d", "e f g h"], "echo": True, "logprobs": 1, "max_tokens": 20}
         answer = callers.submit(served.post, "/v1/completions", **asked)
         slow.rounds(1)
-        until(lambda: served.llm.engine.scheduler.running)  # the prompts are generated again
+        until(lambda: served.llm.engine.scheduler.running)
         assert bridge.num_open == 2
         slow.go()
         assert answer.result().status_code == 200

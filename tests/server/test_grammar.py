@@ -221,6 +221,32 @@ def test_a_grammar_that_exceeds_a_limit_fails_only_its_answer(
             assert honest.result() == server.text("The ship", max_tokens=100)
 
 
+def test_a_limit_exceeded_after_drafts_refuses_no_schema(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target may reject these drafts, and the output may succeed."""
+    form = compiler(plain).json(SMALL)
+    matcher = form.matcher()
+    first = matcher.allowed([], [])
+    assert first is not None
+    (token, *_) = first.nonzero().flatten().tolist()
+    monkeypatch.setattr(grammar, "SECONDS_A_MASK", -1.0)
+    with pytest.raises(OutriderError, match="unsupported JSON schema"):
+        matcher.allowed([], [token])
+    assert form.refusal is None
+    with pytest.raises(OutriderError, match="unsupported JSON schema"):
+        matcher.allowed([token], [])
+    assert form.refusal is not None
+
+
+def test_drafts_without_a_mask_add_no_time_for_masks(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = compiler(plain).json(SMALL).matcher()
+    first = matcher.allowed([], [])
+    assert first is not None
+    forbidden = int((~first).nonzero()[0])
+    monkeypatch.setattr(grammar, "SECONDS_A_MASK", 1000.0)
+    before = matcher._seconds_left
+    assert matcher.allowed([], [forbidden]) is None and matcher._seconds_left < before
+
+
 def test_an_output_that_exceeds_a_limit_does_not_refuse_json_objects_to_others(
     load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from outrider.engine.clock import ClockedProposer, ClockedRunner, PhaseClock
 from outrider.engine.grammar_drafts import GrammarDrafts
@@ -36,7 +37,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A round with all its tensors, which are valid until the next step only."""
+    """A round with all its tensors, which are valid until the next step only.
+
+    Its tokens are committed: penalties, ``min_tokens`` and grammars of its sampler apply to the next round's positions.
+    """
 
     result: RoundResult
     round: Round
@@ -81,7 +85,7 @@ class Engine:
             ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, supports_trees
         )
         ahead = proposer.drafts_ahead and not self._hidden  # forced tokens have no hidden states before they are scored
-        drafter = GrammarDrafts(self._guard, self._make_sampler, drafts_ahead=ahead, max_drafts=runner.max_drafts)
+        drafter = GrammarDrafts(self._guard, drafts_ahead=ahead, max_drafts=runner.max_drafts)
         self._grammar_drafts = drafter if grammar_drafts else None
         self._parts = Parts(
             self._grammar_drafts or self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden
@@ -238,7 +242,10 @@ class Engine:
             logprobs = token_logprobs(result.scores.logits[b], rows[: len(token_ids)], token_ids, request.params.logprobs)
         stats = self._ledger.stats_of(request.request_id)
         reasons = entry.finish_reason, entry.stop_reason
-        return Emission(request.request_id, token_ids, origins, result.texts[b], logprobs, *reasons, entry.error, stats)
+        is_first = request.num_output_tokens == len(token_ids)
+        prompt_logprobs = entry.prompt_logprobs if is_first and request.scores_prompt else None
+        text, error = result.texts[b], entry.error
+        return Emission(request.request_id, token_ids, origins, text, logprobs, *reasons, error, stats, prompt_logprobs)
 
     # --- prefill ------------------------------------------------------------------------------------------------------------
 
@@ -260,10 +267,24 @@ class Engine:
         return failed
 
     def _prefill_chunk(self, entries: Sequence[Entry]) -> None:
-        requests = [entry.request for entry in entries]
-        ids, sequences = [request.request_id for request in requests], [request.token_ids for request in requests]
-        for entry, is_prefilled in zip(entries, self.runner.prefill(ids, sequences, self._hidden), strict=True):
+        unscored = [entry for entry in entries if entry.is_prompt_unscored]
+        if unscored:
+            self._score_prompts(unscored)
+        others = [entry for entry in entries if not entry.is_prompt_unscored]
+        are_prefilled = self.runner.prefill(*_sequences(others), self._hidden)
+        for entry, is_prefilled in zip(others, are_prefilled, strict=True):
             self.scheduler.move(entry, State.FIRST_ROUND if is_prefilled else State.PREFILL)
+
+    def _score_prompts(self, entries: Sequence[Entry]) -> None:
+        """Prefill the next chunk of prompts whose log-probabilities are wanted, and compute those of its tokens."""
+
+        def read(b: int, start: int, logits: Tensor) -> None:
+            entry, request = entries[b], entries[b].request
+            token_ids = request.token_ids[start + 1 : start + 1 + len(logits)]
+            del entry.prompt_logprobs[start:]  # of a pass that failed for another request
+            entry.prompt_logprobs += token_logprobs(logits, list(range(len(logits))), token_ids, request.params.logprobs or 0)
+
+        self.runner.prefill_with_logits(*_sequences(entries), read, self._hidden)
 
     def _prefill_drafts(self, context: Context) -> Context:
         """Prefill new prompts with the proposer. Returns the context with limit 0 for requests that it cannot draft for yet."""
@@ -300,6 +321,8 @@ class Engine:
                 num_recomputed = max(self.runner.num_cached(token_ids) - num_draft_cached, 0)
                 request.may_draft = self.policy.start(request, len(self.scheduler.running), num_draft_cached, num_recomputed)
             limit = num_draft_cached if request.may_draft else None
+        if request.scores_prompt:
+            limit = 0  # cached tokens have no logits
         self._ledger.start(request.request_id, self.runner.start(request.request_id, token_ids, limit))
 
     def _fork(self, entry: Entry) -> None:
@@ -359,6 +382,11 @@ class Engine:
         stats = self._ledger.stats_of(entry.request.request_id)
         text = self._end(entry, "error")
         return Emission(entry.request.request_id, text=text, finish_reason="error", error=_message(error), stats=stats)
+
+
+def _sequences(entries: Sequence[Entry]) -> tuple[list[str], list[list[int]]]:
+    """Return the ids and tokens of requests."""
+    return [entry.request.request_id for entry in entries], [entry.request.token_ids for entry in entries]
 
 
 def error_emission(request_id: str, error: BaseException) -> Emission:

@@ -16,7 +16,7 @@ drafts if they are not far fewer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from outrider.engine.round import DraftSource
 from outrider.sampling.grammar_masks import allowed_after, is_dead_end, is_empty, path_to
-from outrider.types import BatchSampler, Context, Matcher, Proposal, Request, Verdict
+from outrider.types import Context, Matcher, Proposal, Request, Verdict
 
 MAX_DRAFTS = 15  # forced and guessed drafts of a request in one round: a pass of 16 rows; a longer span takes another round
 MAX_CHOICES = 256  # tokens among which one is guessed
@@ -105,7 +105,6 @@ class GrammarDrafts:
     def __init__(
         self,
         inner: DraftSource,
-        make_sampler: Callable[[Sequence[Request]], BatchSampler],
         *,
         drafts_ahead: bool,
         max_drafts: int | None = None,
@@ -114,8 +113,7 @@ class GrammarDrafts:
 
         ``max_drafts``: maximum drafts of a request in one target pass; None: unlimited.
         """
-        self._inner, self._make_sampler, self._drafts_ahead = inner, make_sampler, drafts_ahead
-        self._max_drafts = max_drafts
+        self._inner, self._drafts_ahead, self._max_drafts = inner, drafts_ahead, max_drafts
         self._most = MAX_DRAFTS if max_drafts is None else min(MAX_DRAFTS, max_drafts)
         self._guesser = TokenGuesser()
         self._rows: dict[str, _Row] = {}  # by request id, for requests with a grammar
@@ -130,7 +128,7 @@ class GrammarDrafts:
         for request, limit in zip(context.requests, context.limits, strict=True):
             if request.matcher is not None and request.num_draft_tokens != 0 and limit > 0:
                 room = limit if self._max_drafts is None else min(limit, self._max_drafts)
-                before, num_certain = likely_tokens(request, [], min(self._most, limit), self._guesser)
+                before, num_certain = forced_and_guessed_tokens(request, [], min(self._most, limit), self._guesser)
                 self._rows[request.request_id] = _Row(0 if is_dead_end(request, []) else room, before, num_certain)
 
     def propose(self, context: Context, k: int) -> Proposal:
@@ -153,29 +151,36 @@ class GrammarDrafts:
 
     def _seen_ahead(self, context: Context, k: int) -> Context:
         """Return the inner drafter's context: requests with forced tokens as if those were committed, or without drafts."""
-        requests, limits = list(context.requests), list(context.limits)
+        limits, ahead = list(context.limits), {}
         for b, request in enumerate(context.requests):
             row = self._rows.get(request.request_id)
             if row is None:
                 continue
-            wanted = min(k, limits[b])
-            if wanted > 2 * len(row.before):  # otherwise guesses are worth more: they take no pass of a draft model
-                row.before = row.before[: row.num_certain]
-            if len(row.before) > row.num_certain:
-                limits[b] = 0
-            elif row.before and not self._drafts_ahead:
-                if wanted > len(row.before):
-                    row.before = []  # the proposer drafts these itself, because the masks allow no others
-                else:
-                    limits[b] = 0
-            limits[b] = max(min(limits[b], row.room - len(row.before)), 0)
+            self._choose_prefix(row, min(k, limits[b]))
+            limits[b] = self._inner_limit(row, limits[b])
             if row.before and k > 0 and limits[b] > 0:
-                requests[b] = _ahead(request, row.before)
+                ahead[b] = _ahead(request, row.before)
         seen = replace(context, limits=tuple(limits))
-        if all([one is other for one, other in zip(requests, context.requests, strict=True)]):
+        if not ahead:
             return seen
-        self._view = replace(seen, requests=tuple(requests), sampler=self._make_sampler(requests))
+        requests = tuple([ahead.get(b, request) for b, request in enumerate(context.requests)])
+        self._view = replace(seen, requests=requests, sampler=context.sampler.continued(ahead))
         return self._view
+
+    def _choose_prefix(self, row: _Row, wanted: int) -> None:
+        """Choose the tokens before the inner drafter's drafts, if it is asked for ``wanted`` of them."""
+        if wanted > 2 * len(row.before):  # otherwise guesses are worth more: they take no pass of a draft model
+            row.before = row.before[: row.num_certain]
+        has_guesses = len(row.before) > row.num_certain
+        if not self._drafts_ahead and not has_guesses and wanted > len(row.before):
+            row.before = []  # the proposer drafts these itself, because the masks allow no others
+
+    def _inner_limit(self, row: _Row, limit: int) -> int:
+        """Return how many drafts the inner drafter may make: none after guesses, or after tokens that it cannot continue."""
+        has_guesses = len(row.before) > row.num_certain
+        if has_guesses or (row.before and not self._drafts_ahead):
+            return 0
+        return max(min(limit, row.room - len(row.before)), 0)
 
     def _extend(self, context: Context, proposal: Proposal) -> None:
         """Mark what is forced of each request's drafts, and find what is forced or guessed after a chain of them."""
@@ -191,7 +196,7 @@ class GrammarDrafts:
                 row.own.append(_only_token(allowed_after(request, [*row.before, *path])) == token)
             room = min(self._most, row.room) - len(row.before) - num_own
             if room > 0 and (trees is None or num_own == 0):
-                row.after, _ = likely_tokens(request, [*row.before, *drafts[b][:num_own]], room, self._guesser)
+                row.after, _ = forced_and_guessed_tokens(request, [*row.before, *drafts[b][:num_own]], room, self._guesser)
             row.drafts = [*row.before, *drafts[b][:num_own], *row.after]
 
     def _learn(self, context: Context, verdict: Verdict) -> None:
@@ -236,7 +241,7 @@ def _ahead(request: Request, run: Sequence[int]) -> Request:
     return replace(request, token_ids=[*request.token_ids, *run], matcher=matcher)
 
 
-def likely_tokens(request: Request, path: Sequence[int], most: int, guesser: TokenGuesser) -> tuple[list[int], int]:
+def forced_and_guessed_tokens(request: Request, path: Sequence[int], most: int, guesser: TokenGuesser) -> tuple[list[int], int]:
     """Return at most that many tokens after a request's output and the drafts of ``path``: the only ones allowed, and guesses.
 
     Also return how many come before the first guess. The last token is left out if none can follow it (the end of the text, a

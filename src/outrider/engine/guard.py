@@ -182,7 +182,7 @@ class GuardedProposer:
         return self._empty
 
     def _pause_at_fault(self, requests: Sequence[Request], error: Exception) -> None:
-        """Pause the requests that caused an error: those that it names, otherwise all."""
+        """Pause the requests that a ``RequestFault`` names; any other error pauses all these requests."""
         named = error.request_ids if isinstance(error, RequestFault) else ()
         at_fault = [request for request in requests if request.request_id in named] or requests
         self._pause(at_fault, error)

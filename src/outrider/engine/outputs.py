@@ -21,6 +21,8 @@ class Emission:
     stop_reason: int | str | None = None  # stop string or stop token that ended it; None for the end-of-text token
     error: str | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)  # of the request, updated while it runs
+    # Of the prompt's tokens after the first, in the first emission of a request with ``scores_prompt``.
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     def append(self, later: Emission) -> None:
         """Append the next emission of the same request."""
@@ -29,6 +31,7 @@ class Emission:
         self.text += later.text
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.error = later.error
         if later.stats.num_steps:  # an error of a request that the engine does not know has no statistics

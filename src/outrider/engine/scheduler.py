@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain
 
 from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory, StopScanner
+from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.queue import FairQueue, exceeds_share
 from outrider.errors import PromptTooLong, one_line
 from outrider.types import BatchSampler, Context, OutriderError, Request
@@ -28,7 +29,8 @@ class Entry:
 
     request: Request
     max_tokens: int  # output tokens, limited by the context
-    stop_ids: frozenset[int]
+    eos_ids: frozenset[int]  # empty with ``ignore_eos``
+    stop_ids: frozenset[int]  # ``eos_ids`` and ``stop_token_ids``
     detokenizer: Detokenizer | None
     scanner: StopScanner | None  # only with stop strings
     client: str = ""  # empty: not limited in favour of other clients
@@ -36,16 +38,22 @@ class Entry:
     state: State = State.PREFILL
     finish_reason: str | None = None
     error: str | None = None  # why the tokenizer could not decode its output
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens after the first, if wanted
+
+    @property
+    def is_prompt_unscored(self) -> bool:
+        """Return whether log-probabilities of the prompt are wanted that are still unknown."""
+        return self.request.scores_prompt and len(self.prompt_logprobs) < self.request.num_prompt_tokens - 1
 
     @property
     def stop_reason(self) -> int | str | None:
-        """Return the stop string, or the token of ``stop_token_ids``, that ended the output."""
+        """Return the stop string, or the token of ``stop_token_ids``, that ended the output; None for an end-of-text token."""
         if self.finish_reason != "stop":
             return None
         if self.scanner is not None and self.scanner.stopped_by is not None:
             return self.scanner.stopped_by
         last = self.request.token_ids[-1]
-        return last if last in self.request.params.stop_token_ids else None
+        return last if last in self.request.params.stop_token_ids and last not in self.eos_ids else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +115,12 @@ class Scheduler:
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> Entry:
         """Queue a request that passed ``check``."""
         params = request.params
+        eos_ids = frozenset() if params.ignore_eos else self.eos_token_ids
         entry = Entry(
             request=request,
             max_tokens=min(params.max_tokens, self.max_len - request.num_prompt_tokens),
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            eos_ids=eos_ids,
+            stop_ids=eos_ids | frozenset(params.stop_token_ids),
             detokenizer=(
                 self.make_detokenizer(request.token_ids, params.skip_special_tokens, request.delimiters)
                 if self.make_detokenizer

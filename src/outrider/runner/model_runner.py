@@ -49,6 +49,7 @@ class _PendingScore:
 
 Sequences = Sequence[Sequence[int]]  # token ids of each request
 NextToken = Callable[[Tensor, int], Tensor | None]  # (logits [B, 1, V], step index) -> tokens [B, 1] int64; None: the last step
+ReadLogits = Callable[[int, int, Tensor], None]  # (b, position of the first token, logits [T, V] after T tokens of request b)
 
 
 class ModelRunner:
@@ -243,7 +244,7 @@ class ModelRunner:
         Return for each whether the scoring pass can take the rest. Without padding a last chunk is left to the scoring pass,
         which saves a pass before the first token. ``hidden``: the hidden states that the score of these tokens will report.
         """
-        rows = self._rows(request_ids, sequences, hidden)
+        rows = self._rows(request_ids, sequences, bool(hidden))
         uncached = self._num_uncached(sequences, rows)
         counts = shared_chunk([count if count >= MIN_PREFILL else 0 for count in uncached], self.config.prefill_chunk)
         left = [most - count for most, count in zip(uncached, counts, strict=True)]
@@ -251,6 +252,20 @@ class ModelRunner:
             counts = [count if rest else 0 for count, rest in zip(counts, left, strict=True)]
         self._prefill_pass(request_ids, sequences, rows, counts, hidden)
         return [rest < MIN_PREFILL for rest in left]
+
+    @torch.inference_mode()
+    def prefill_with_logits(
+        self, request_ids: Sequence[str], sequences: Sequences, read: ReadLogits, hidden: tuple[int, ...] = ()
+    ) -> None:
+        """Prefill the next chunk of sequences, up to the last token of each, and pass the logits after its tokens to ``read``.
+
+        A sequence that was not started begins at token 0. If ``read`` raises, no token of the chunk counts as cached.
+        """
+        rows = self._rows(request_ids, sequences, from_start=True)
+        for row in rows:  # a chunk that was not read may have overwritten recurrent states
+            self.cache.rollback(row, self.cache.cached_lens[row])
+        counts = shared_chunk(self._num_uncached(sequences, rows), self.config.prefill_chunk)
+        self._prefill_pass(request_ids, sequences, rows, counts, hidden, read)
 
     def is_prefilled(self, request_ids: Sequence[str], sequences: Sequences) -> list[bool]:
         """Return for each sequence whether at most a few of its tokens are uncached."""
@@ -300,7 +315,7 @@ class ModelRunner:
         self, request_ids: Sequence[str], sequences: Sequences, draft_slots: int, hidden: tuple[int, ...] = ()
     ) -> tuple[list[int], list[list[int]]]:
         """Prefill uncached tokens beyond one pass. Return the cache rows and the remaining tokens, at least the last one."""
-        rows, lens = self._rows(request_ids, sequences, hidden), self.cache.cached_lens
+        rows, lens = self._rows(request_ids, sequences, bool(hidden)), self.cache.cached_lens
         for row, text in zip(rows, sequences, strict=True):
             self.cache.rollback(row, len(text) - 1)
         self._prefill(request_ids, sequences, rows, draft_slots, hidden)
@@ -414,17 +429,23 @@ class ModelRunner:
         rows: Sequence[int],
         counts: Sequence[int],
         hidden: tuple[int, ...],
+        read: ReadLogits | None = None,
     ) -> None:
         """Prefill the next ``counts[b]`` uncached tokens of each sequence in one pass."""
         lens = self.cache.cached_lens
         some = [b for b, count in enumerate(counts) if count > 0]
         if not some:
             return
+        chunk_lens = [counts[b] for b in some]
         chunks = [list(sequences[b][lens[rows[b]] : lens[rows[b]] + counts[b]]) for b in some]
         inputs = self.layouts.chain(chunks, [rows[b] for b in some], [lens[rows[b]] for b in some])
-        # one unused logit row, because at least one is required
-        _, found = self.passes.run(inputs.ids, inputs.layout, hidden, self.layouts.arange(0, 1))
-        self._round_hidden.add(found, [request_ids[b] for b in some], inputs.starts, [counts[b] for b in some])
+        # at least one row of logits is required, also if none is read
+        logits_at = self.layouts.arange(0, 1) if read is None else self.layouts.row_indices(inputs.starts, chunk_lens)
+        logits, found = self.passes.run(inputs.ids, inputs.layout, hidden, logits_at)
+        if read is not None:
+            for b, own in zip(some, logits.split(chunk_lens), strict=True):
+                read(b, lens[rows[b]], own)
+        self._round_hidden.add(found, [request_ids[b] for b in some], inputs.starts, chunk_lens)
         for b in some:
             lens[rows[b]] += counts[b]
 
@@ -433,9 +454,9 @@ class ModelRunner:
         lens = self.cache.cached_lens
         return [len(text) - 1 - lens[row] for text, row in zip(sequences, rows, strict=True)]
 
-    def _rows(self, request_ids: Sequence[str], sequences: Sequences, hidden: tuple[int, ...]) -> list[int]:
-        """Return the requests' rows. With ``hidden`` one that was not started begins at token 0."""
-        limit = 0 if hidden else None
+    def _rows(self, request_ids: Sequence[str], sequences: Sequences, from_start: bool) -> list[int]:
+        """Return the requests' rows. With ``from_start`` one that was not started begins at token 0."""
+        limit = 0 if from_start else None
         rows = [self.cache.row_for(request_id, text, limit) for request_id, text in zip(request_ids, sequences, strict=True)]
         if self._long_texts is not None:
             self._long_texts.update(rows, sequences, self.cache.cached_lens)
@@ -453,10 +474,8 @@ class ModelRunner:
     ) -> float:
         """Return the seconds of a pass of ``width`` tokens per request over ``cache_len`` cached ones.
 
-        That is the minimum of ``repeat`` runs after one warm-up.
-
-        ``hidden``: the hidden states to report; ``span`` must begin at the first layer; ``passes``: instead of the runner's.
-        Raises ``OutriderError`` if fewer than ``batch`` rows of the cache are free.
+        That is the minimum of ``repeat`` runs after one warm-up. ``hidden``: the hidden states to report; ``span`` must begin
+        at the first layer; ``passes``: instead of the runner's. Raises ``OutriderError`` if fewer than ``batch`` rows are free.
 
         Tokens are random and new in each run: equal tokens would be routed to the same experts of a mixture, so a wide pass
         would read no more weights than a pass of one token.

@@ -14,43 +14,47 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.types import Proposal, Request, SamplingParams, Verdict
+from outrider.types import OutriderError, Proposal, Request, RequestFault, SamplingParams, Verdict
 
 logger = logging.getLogger(__name__)
 
-_NOTHING = torch.zeros(0, dtype=torch.bool)
+NO_TOKENS = torch.zeros(0, dtype=torch.bool)
 
 
 class GrammarMasks:
     """Masks of requests with grammars."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._rows = [(row, request) for row, request in enumerate(requests) if request.matcher is not None]
-        self.is_empty = not self._rows
+        self._requests = [(b, request) for b, request in enumerate(requests) if request.matcher is not None]
+        self.is_empty = not self._requests
 
     def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
         """Mask tokens in the first ``counts[b]`` rows of scores [B, M, V], in place.
 
         Rows after a draft that violates the grammar or leads into a dead end are unchanged.
         """
-        for row, request in self._rows:
-            own = [] if drafts is None else drafts[row].tolist()
-            tree = None if parents is None else parents[row].tolist()
-            for place in range(counts[row]):
-                path = path_to(start + place - 1, own, tree)
+        for b, request in self._requests:
+            draft_ids = [] if drafts is None else drafts[b].tolist()
+            parent_ids = None if parents is None else parents[b].tolist()
+            for row in range(counts[b]):
+                path = path_to(start + row - 1, draft_ids, parent_ids)
                 allowed = allowed_after(request, path) if path else allowed_tokens(request, path)
                 if allowed is not None and not (path and is_empty(allowed)):
-                    scores[row, place].masked_fill_(~allowed.to(scores.device), -math.inf)
+                    scores[b, row].masked_fill_(~allowed.to(scores.device), -math.inf)
 
 
 def allowed_tokens(request: Request, path: Sequence[int]) -> Tensor | None:
     """Return bool [V]: tokens that a request's grammar and token masks allow after its output and the drafts of ``path``.
 
-    None without a grammar, and after drafts that violate it or end the text. Raises what the matcher raises.
+    None without a grammar, and after drafts that violate it or end the text. Raises ``RequestFault`` if the matcher fails.
     """
     if request.matcher is None:
         return None
-    allowed = request.matcher.allowed(request.token_ids[request.num_prompt_tokens :], path)
+    try:
+        allowed = request.matcher.allowed(request.token_ids[request.num_prompt_tokens :], path)
+    except Exception as error:
+        reason = str(error) if isinstance(error, OutriderError) else f"the grammar failed: {type(error).__name__}: {error}"
+        raise RequestFault([request.request_id], reason) from error
     if allowed is None or (mask := token_mask(request.params, len(allowed))) is None:
         return allowed
     return allowed & mask
@@ -76,9 +80,9 @@ def allowed_after(request: Request, path: Sequence[int]) -> Tensor | None:
     """Return ``allowed_tokens``, or an empty mask if the matcher fails; the target reports that once tokens are committed."""
     try:
         return allowed_tokens(request, path)
-    except Exception:
+    except RequestFault:
         logger.debug("no drafts after %s for request %s", list(path), request.request_id, exc_info=True)
-        return _NOTHING
+        return NO_TOKENS
 
 
 def is_empty(allowed: Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.sampling.grammar_masks import banned_tokens
-from outrider.sampling.penalties import depths_of
+from outrider.sampling.penalties import drafts_before_rows
 from outrider.types import OutriderError, Request, SamplingParams
 
 
@@ -46,23 +46,23 @@ class MinTokens:
         self, requests: Sequence[Request], eos_token_ids: Collection[int], vocab_size: int, device: torch.device
     ) -> None:
         """The requests must have passed ``check_masks``."""
-        self._rows: list[tuple[int, Request, Tensor]] = []
-        for row, request in enumerate(requests):
+        self._requests: list[tuple[int, Request, Tensor]] = []
+        for b, request in enumerate(requests):
             if request.params.min_tokens == 0:
                 continue
             ending = sorted(_ending(request.params, eos_token_ids, vocab_size))
-            self._rows.append((row, request, torch.tensor(ending, dtype=torch.long, device=device)))
+            self._requests.append((b, request, torch.tensor(ending, dtype=torch.long, device=device)))
 
     @property
     def is_empty(self) -> bool:
         """Return whether every output has its ``min_tokens``."""
-        return not any([request.num_output_tokens < request.params.min_tokens for _, request, _ in self._rows])
+        return not any([request.num_output_tokens < request.params.min_tokens for _, request, _ in self._requests])
 
     def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
         """Mask tokens in the first ``counts[b]`` rows of scores [B, M, V], in place. ``drafts`` are not read."""
-        depths = depths_of(parents, start, scores.shape[1], len(scores))
-        for row, request, ending in self._rows:
+        num_drafts = drafts_before_rows(parents, start, scores.shape[1], len(scores))
+        for b, request, ending in self._requests:
             num_left = request.params.min_tokens - request.num_output_tokens
-            for place, depth in enumerate(depths[row][: counts[row]]):
-                if depth < num_left:
-                    scores[row, place].index_fill_(0, ending, -math.inf)
+            for row, num_before in enumerate(num_drafts[b][: counts[b]]):
+                if num_before < num_left:
+                    scores[b, row].index_fill_(0, ending, -math.inf)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from outrider.types import Request, ancestor_matrix
 class _Counted:
     """Token counts of one request's committed tokens."""
 
-    row: int
+    index: int  # of the request in the batch
     request: Request
     factors: tuple[float, float, float]  # repetition, presence, frequency
     ids: Tensor  # int64 [V]; the first num_ids are the distinct tokens
@@ -25,6 +26,11 @@ class _Counted:
     counts: Tensor  # float32 [V], in the output
     num_ids: int = 0
     num_tokens: int = 0  # counted so far
+
+    def continued(self, request: Request) -> _Counted:
+        """Return a copy for the same request with more tokens."""
+        copies = {name: getattr(self, name).clone() for name in ("ids", "seen", "counts")}
+        return replace(self, request=request, **copies)
 
 
 class Penalties:
@@ -34,46 +40,59 @@ class Penalties:
         self._native = native.serves(device)
         self._counted = [
             _Counted(
-                row,
+                b,
                 request,
                 (request.params.repetition_penalty, request.params.presence_penalty, request.params.frequency_penalty),
                 torch.empty(vocab_size if self._native else 0, dtype=torch.long),
                 torch.zeros(vocab_size, dtype=torch.uint8, device=device),
                 torch.zeros(vocab_size, device=device),
             )
-            for row, request in enumerate(requests)
+            for b, request in enumerate(requests)
             if request.params.has_penalties
         ]
         self.is_empty = not self._counted
+
+    def continued(self, requests: Mapping[int, Request]) -> Penalties:
+        """Return the penalties of the same batch in which some requests, given by index, have more tokens."""
+        other = copy.copy(self)
+        other._counted = [
+            counted.continued(requests[counted.index]) if counted.index in requests else counted for counted in self._counted
+        ]
+        return other
 
     def apply_(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
         """Apply penalties to the first ``counts[b]`` rows of contiguous logits [B, M, V], in place."""
         if start + logits.shape[1] - 1 > (0 if drafts is None else drafts.shape[1]):
             raise ValueError("penalties need the drafts before each row of logits")
-        for one in self._counted:
-            self._count(one)
-            rows = logits[one.row, : counts[one.row]]
+        for counted in self._counted:
+            self._count(counted)
+            b = counted.index
+            rows = logits[b, : counts[b]]
             # drafts made from text are on the CPU, also for a target on a GPU
-            own, tree = (None if each is None else each[one.row].to(logits.device).contiguous() for each in (drafts, parents))
+            draft_ids, parent_ids = (
+                None if each is None else each[b].to(logits.device).contiguous() for each in (drafts, parents)
+            )
             if self._native:
-                committed = (one.ids, one.num_ids, one.counts)
-                torch.ops.outrider.penalise_(rows, *committed, own, tree, start, *one.factors)
+                committed = (counted.ids, counted.num_ids, counted.counts)
+                torch.ops.outrider.penalise_(rows, *committed, draft_ids, parent_ids, start, *counted.factors)
             else:
-                reference_penalise_(rows, one.seen, one.counts, own, tree, start, one.factors)
+                reference_penalise_(rows, counted.seen, counted.counts, draft_ids, parent_ids, start, counted.factors)
 
-    def _count(self, one: _Counted) -> None:
-        text, first = one.request.token_ids, one.num_tokens
+    def _count(self, counted: _Counted) -> None:
+        """Count the tokens that were committed since the last call."""
+        text, first = counted.request.token_ids, counted.num_tokens
         if first == len(text):
             return
-        num_prompt = max(one.request.num_prompt_tokens - first, 0)
-        one.num_tokens = len(text)
-        fresh = torch.tensor(text[first:], device=one.seen.device)
+        num_prompt = max(counted.request.num_prompt_tokens - first, 0)
+        counted.num_tokens = len(text)
+        fresh = torch.tensor(text[first:], device=counted.seen.device)
         if self._native:
-            one.num_ids = torch.ops.outrider.count_tokens(fresh, num_prompt, one.ids, one.num_ids, one.seen, one.counts)
+            known = (counted.ids, counted.num_ids, counted.seen, counted.counts)
+            counted.num_ids = torch.ops.outrider.count_tokens(fresh, num_prompt, *known)
             return
-        one.seen[fresh] = 1
+        counted.seen[fresh] = 1
         output = fresh[num_prompt:]
-        one.counts.index_add_(0, output, torch.ones_like(output, dtype=one.counts.dtype))
+        counted.counts.index_add_(0, output, torch.ones_like(output, dtype=counted.counts.dtype))
 
 
 def reference_penalise_(
@@ -102,7 +121,7 @@ def reference_penalise_(
     logits.copy_(scores - frequency * times.to(logits.dtype))
 
 
-def depths_of(parents: Tensor | None, start: int, width: int, batch: int) -> list[list[int]]:
+def drafts_before_rows(parents: Tensor | None, start: int, width: int, batch: int) -> list[list[int]]:
     """Return the number of drafts before each row of logits [B][M]; row j follows draft ``start + j - 1``."""
     if parents is None:
         return [list(range(start, start + width))] * batch

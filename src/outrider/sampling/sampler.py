@@ -5,21 +5,22 @@ A request's random numbers are hashes of (seed, committed length, purpose, index
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from outrider.sampling.grammar_masks import GrammarMasks, token_mask
 from outrider.sampling.min_tokens import MinTokens
-from outrider.sampling.penalties import Penalties, depths_of
+from outrider.sampling.penalties import Penalties, drafts_before_rows
 from outrider.sampling.randomness import first_above, key_of, signed, uniforms
 from outrider.sampling.shaping import Shaping
 from outrider.types import Request, RequestFault
 
-_ACCEPT, _DRAFT, _NOISE, _LAST = range(4)  # purposes of random numbers
+_ACCEPT, _DRAFT, _NOISE, _NEXT_TOKEN = range(4)  # purposes of random numbers
 _MAX_PARTS = 16  # cached samplers of parts of the batch
 
 
@@ -74,6 +75,16 @@ class Sampler:
             requests = [self.requests[b] for b in key]
             self._parts[key] = Sampler(requests, self.vocab_size, self.device, self.coupled, self.eos_token_ids)
         return self._parts[key]
+
+    def continued(self, requests: Mapping[int, Request]) -> Sampler:
+        """Return the sampler of the same batch in which some requests, given by row, have more tokens."""
+        other = copy.copy(self)
+        other.requests = tuple([requests.get(b, request) for b, request in enumerate(self.requests)])
+        other._min_tokens = MinTokens(other.requests, self.eos_token_ids, self.vocab_size, self.device)
+        other._grammars = GrammarMasks(other.requests)
+        other._penalties = self._penalties.continued(requests)
+        other._lens, other._num_calls, other._prefixes, other._parts = [], Counter(), {}, {}
+        return other
 
     @property
     def is_deterministic(self) -> bool:
@@ -133,7 +144,8 @@ class Sampler:
 
     def categorical(self, probs: Tensor) -> Tensor:
         """Sample the last token of a round for each request: float [B, V] -> int64 [B]; never one with probability 0."""
-        return first_above(probs, [uniform for (uniform,) in self._uniforms(_LAST, self._next_call(_LAST), 1)])
+        call = self._next_call(_NEXT_TOKEN)
+        return first_above(probs, [uniform for (uniform,) in self._uniforms(_NEXT_TOKEN, call, 1)])
 
     def draw(self, probs: Tensor, index: int) -> Tensor:
         """Sample draft ``index`` of the round, keyed by (seed, sequence length, index): float [B, V] -> int64 [B].
@@ -195,11 +207,11 @@ class Sampler:
         """Return keys of the noise of B * M rows of logits, by seed and position; none if all rows are greedy."""
         if self._all_greedy:
             return []
-        depths = depths_of(parents, start, width, len(self.requests))
+        num_drafts = drafts_before_rows(parents, start, width, len(self.requests))
         return [
-            signed(key_of(len(request.token_ids) + depth, prefix=prefix))
-            for request, prefix, below in zip(self.requests, self._noise_prefixes, depths, strict=True)
-            for depth in below
+            signed(key_of(len(request.token_ids) + num_before, prefix=prefix))
+            for request, prefix, of_rows in zip(self.requests, self._noise_prefixes, num_drafts, strict=True)
+            for num_before in of_rows
         ]
 
 

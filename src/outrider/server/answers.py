@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from time import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from outrider.engine.logprobs import TokenLogprobs
 from outrider.runner.tokenizers import token_bytes
-from outrider.server.echo import Echo
 from outrider.server.formats import Preamble
 from outrider.server.replies import Part, Reply
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from outrider.engine.detokenizer import Detokenizer
-    from outrider.engine.logprobs import TokenLogprobs
     from outrider.engine.outputs import Chunk, Completion, Emission
     from outrider.engine.stats import GenerationStats
 
@@ -127,6 +126,11 @@ class Answer:
         """Append an emission to a choice and return it as a chunk."""
         return self.choices[index].add(emission)
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Return whether the response contains log-probabilities of the prompts."""
+        return False
+
     def _counts(self) -> dict[str, Any]:
         """Return the usage and, for a single choice that had drafts, vLLM's ``speculative_decoding`` metrics."""
         usage: dict[str, Any] = {"usage": self.usage()}
@@ -186,6 +190,15 @@ def new_decoder() -> IncrementalDecoder:
 
 
 @dataclass
+class Echo:
+    """A prompt at the beginning of a response."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()  # only if log-probabilities are wanted
+    logprobs: Sequence[TokenLogprobs] = ()  # of the tokens after the first, which nothing predicts
+
+
+@dataclass
 class CompletionAnswer(Answer):
     """Response of ``/v1/completions``."""
 
@@ -196,11 +209,22 @@ class CompletionAnswer(Answer):
     shows_special: bool = False  # whether special tokens are part of the text
     echoes: list[Echo] = field(default_factory=list)  # of each prompt, if the answer begins with it
 
+    @property
+    def scores_prompts(self) -> bool:
+        return any(echo.token_ids for echo in self.echoes)
+
+    def add(self, index: int, emission: Emission) -> Chunk:
+        chunk = super().add(index, emission)
+        if emission.prompt_logprobs:
+            self.echoes[chunk.prompt_index].logprobs = emission.prompt_logprobs
+        return chunk
+
     def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
         echo, logprobs = self.echoes[part.prompt_index] if self.echoes else Echo(), None
         if part.logprobs is not None:
-            logprobs = self._logprobs([*echo.token_ids, *part.token_ids], [*echo.logprobs, *part.logprobs])
-            if echo.token_ids:  # nothing predicts the first token of a prompt
+            first = [TokenLogprobs(0.0)] if echo.token_ids else []
+            logprobs = self._logprobs([*echo.token_ids, *part.token_ids], [*first, *echo.logprobs, *part.logprobs])
+            if first:
                 logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
             # The echo is the client's text, in which special tokens may be written and a first space may be missing.
             of_echo = [min(offset, len(echo.text)) for offset in self._offsets(index, echo.token_ids)]

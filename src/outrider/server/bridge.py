@@ -78,14 +78,9 @@ class Stream:
     """
 
     def __init__(
-        self,
-        bridge: EngineBridge,
-        request_ids: Sequence[str],
-        deadline: float,
-        interval: float = 0.0,
-        queue_key: str | None = "",
+        self, bridge: EngineBridge, request_ids: Sequence[str], deadline: float, interval: float = 0.0, queue_key: str = ""
     ) -> None:
-        """``queue_key``: ``Client.queue_key`` of the call's client, or None if the requests do not count as open."""
+        """``queue_key``: ``Client.queue_key`` of the call's client."""
         self._bridge, self.queue_key = bridge, queue_key
         self._open = set(request_ids)
         self._deadline, self._interval = deadline, interval
@@ -188,8 +183,7 @@ class EngineBridge:
     @property
     def num_open(self) -> int:
         """Number of requests that are running, waiting or being prepared."""
-        streams = [*self._streams.values()]  # a copy: another thread may read this
-        return sum(stream.queue_key is not None for stream in streams) + self._preparing.total()
+        return len(self._streams) + self._preparing.total()
 
     @contextmanager
     def reserve_places(self, count: int, client: Client) -> Iterator[None]:
@@ -218,18 +212,14 @@ class EngineBridge:
         finally:
             self._preparing -= Counter({key: count})  # removes counts of 0
 
-    def submit(
-        self, samples: Sequence[Sequence[Request]], deadline: float, client: Client = ANYONE, is_preparation: bool = False
-    ) -> Stream:
+    def submit(self, samples: Sequence[Sequence[Request]], deadline: float, client: Client = ANYONE) -> Stream:
         """Queue the samples of each prompt. A request that the engine refuses ends with an error emission.
 
-        ``deadline``: in seconds of ``time.monotonic``. ``is_preparation``: the requests prepare others, which hold their places
-        in the queue already. Raises ``Stopping`` if the engine thread has stopped.
+        ``deadline``: in seconds of ``time.monotonic``. Raises ``Stopping`` if the engine thread has stopped.
         """
         self._check_health()
         requests = [request for group in samples for request in group]
-        queue_key = None if is_preparation else client.queue_key
-        stream = Stream(self, [request.request_id for request in requests], deadline, self.interval, queue_key)
+        stream = Stream(self, [request.request_id for request in requests], deadline, self.interval, client.queue_key)
         for request in requests:
             self._streams[request.request_id] = stream
         self._commands.put(lambda: self._add(samples, client))

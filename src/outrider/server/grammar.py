@@ -213,11 +213,13 @@ class TokenMatcher:
             if key not in self._masks:
                 self._masks[key] = self._after(key)
                 schemas.check(self._matcher)
-                self._seconds_left += SECONDS_A_MASK - (thread_time() - started)
+                allowance = 0.0 if self._masks[key] is None else SECONDS_A_MASK
+                self._seconds_left += allowance - (thread_time() - started)
             if self._seconds_left < 0:
                 raise schemas.unsupported(schemas.SLOW)
         except OutriderError as error:
-            self._grammar.refusal = str(error)
+            if not path:  # a failure after drafts ends no output: they may be rejected
+                self._grammar.refusal = str(error)
             raise
         return self._masks[key]
 

@@ -18,11 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.engine.outputs import Chunk, Completion
 from outrider.errors import TARGET_FAILED, PromptTooLong
-from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenEnds, TokenTexts
+from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, Echo, TokenEnds, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream, TargetFailed
 from outrider.server.completions import CompletionBody
 from outrider.server.config import Client, ServerConfig
-from outrider.server.echo import Echo, prompt_logprobs
 from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
 from outrider.server.message_events import PREFIX, MessageAnswer
@@ -78,23 +77,19 @@ class Service:
         async def encode() -> list[list[int]]:
             prompts = await self._prompts.encode(given, call.client)
             if body.echo:
-                answer.echoes = await self._echoes(given, prompts, body, call)
+                answer.echoes = await self._echoes(given, prompts, body)
             return prompts
 
         params = partial(body.params, body.max_tokens, body.logprobs)
         return await self._answer(body, http, answer, len(given) * body.n, encode, params)
 
-    async def _echoes(
-        self, given: list[str] | list[list[int]], prompts: list[list[int]], body: CompletionBody, call: Call
-    ) -> list[Echo]:
-        """Return the prompts as parts of the answer; if log-probabilities are asked for, with theirs."""
+    async def _echoes(self, given: list[str] | list[list[int]], prompts: list[list[int]], body: CompletionBody) -> list[Echo]:
+        """Return the prompts as parts of the answer; if log-probabilities are asked for, with their tokens."""
         decode = partial(self._tokens.decoded, skips_special=body.skip_special_tokens)
         texts = [each if isinstance(each, str) else await self._in_helper_thread(partial(decode, each)) for each in given]
         if body.logprobs is None:
             return [Echo(text) for text in texts]
-        deadline = call.arrived + self.config.request_timeout
-        found = await prompt_logprobs(self.llm, self.bridge, prompts, body.logprobs, deadline, call.client)
-        return [Echo(*each) for each in zip(texts, prompts, found, strict=True)]
+        return [Echo(*each) for each in zip(texts, prompts, strict=True)]
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
@@ -242,6 +237,7 @@ class Service:
             group = self.llm.requests_for(prompt, params)
             for sample, request in enumerate(group):
                 request.num_draft_tokens, request.delimiters = num_drafts, answer.delimiters
+                request.scores_prompt = answer.scores_prompts and sample == 0
                 completion = Completion(
                     request.request_id, prompt_index=index, sample_index=sample, num_prompt_tokens=len(prompt)
                 )

@@ -1,7 +1,8 @@
 """Exact match: a draft is accepted iff it equals the target's token. For chains and trees.
 
-Each emitted token is the target's own. Lossless if every row's token has the target's distribution and is drawn with noise that
-is independent of the other rows': greedy, sampled, or coupled to the drafts (Daliri, Musco, Suresh, arXiv 2408.07978).
+Each emitted token is the target's own at its position: greedy, sampled, or coupled to the drafts (Daliri, Musco, Suresh, arXiv
+2408.07978). Lossless if the noise of a position is independent of that of the positions before it. Rows of a tree at one depth
+may share theirs, because only one of them is used.
 """
 
 from __future__ import annotations

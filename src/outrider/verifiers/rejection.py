@@ -62,11 +62,11 @@ def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, rand
                 paths[b].append(i)
                 node[b], left[b] = i, target_probs[b, i + 1]
             else:
-                left[b] = residual(left[b], drawn_from(proposal, b, i, left[b]))
+                left[b] = residual(left[b], draft_distribution(proposal, b, i, left[b]))
     return Verdict(paths, random.categorical(left).tolist())
 
 
-def drawn_from(proposal: Proposal, b: int, i: int, like: Tensor) -> Tensor:
+def draft_distribution(proposal: Proposal, b: int, i: int, like: Tensor) -> Tensor:
     """Return the distribution [V] that draft i of request b was sampled from."""
     if proposal.probs is not None:
         return proposal.probs[b, i]

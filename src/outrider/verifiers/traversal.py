@@ -50,7 +50,7 @@ class _Tree:
 
     tokens: Sequence[int]
     children: Sequence[Sequence[int]]  # of the root, then of each node; siblings in the order in which they were sampled
-    drawn_from: Tensor  # [N, V]: the distribution that each node was sampled from
+    draft_probs: Tensor  # [N, V]: the distribution that each node was sampled from
     target: Tensor  # [N + 1, V]: target distribution after the root, then after each node
 
     @classmethod
@@ -71,12 +71,12 @@ class _Tree:
         """
         left = self.target[node + 1]
         for child in self.children[node + 1]:
-            drawn_from, token = self.drawn_from[child], self.tokens[child]
-            end = yield from self.traverse(child, float(accept_prob(weight * left[token], drawn_from[token])))
+            draft_probs, token = self.draft_probs[child], self.tokens[child]
+            end = yield from self.traverse(child, float(accept_prob(weight * left[token], draft_probs[token])))
             if end is not None:
                 return [child, *end[0]], end[1]
             if weight > 0:
-                excess = (weight * left - drawn_from).clamp_min_(0.0)
+                excess = (weight * left - draft_probs).clamp_min_(0.0)
                 mass = float(excess.sum())
                 if mass > 0:
                     left, weight = excess / mass, mass / (mass + (1 - weight))

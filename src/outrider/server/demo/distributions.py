@@ -1,6 +1,7 @@
 """Distributions at each token's position: the draft's, the target's, and their residual.
 
-Computed from the ``RoundResult`` of a batch of one with the formulas of ``verifiers/rejection.py``, for any method.
+Computed from the ``RoundResult`` of a batch of one with the formulas of ``verifiers/rejection.py``, for any method. The request
+must have no penalties, ``min_tokens`` or grammar: the round's tokens are committed already, and these depend on them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from outrider.engine.round import RoundResult
 from outrider.verifiers.base import accept_prob, residual
-from outrider.verifiers.rejection import drawn_from
+from outrider.verifiers.rejection import draft_distribution
 
 Entry = dict[str, Any]  # of one token, for the page
 TOP = 5  # tokens shown per distribution
@@ -72,7 +73,7 @@ def _place(
     guesses: list[dict[str, Any]] = []
     for node in tried:
         token = int(ids[node])
-        draft = drawn_from(proposal, 0, node, target).to(target.device)
+        draft = draft_distribution(proposal, 0, node, target).to(target.device)
         first = draft if first is None else first
         chance = round(float(accept_prob(left[token], draft[token])), 4) if has_chances else None
         guesses.append({"token": token, "chance": chance, "accepted": node == accepted})
