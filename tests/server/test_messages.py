@@ -35,7 +35,9 @@ SHOWN = [  # to the chat template
     for tool in CUSTOM
 ]
 ASKED: dict[str, Any] = {"model": "outrider", "messages": [USER], "tools": CUSTOM, "max_tokens": 400}
+ASKED |= {"thinking": {"type": "enabled"}}
 THINKS: dict[str, Any] = {"enable_thinking": True, "thinking": True}
+THINKS_NOT = {"enable_thinking": False, "thinking": False}
 FIELD_OF_DELTA = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
 FIELD_OF_DELTA |= {"input_json_delta": "partial_json"}
 
@@ -215,6 +217,8 @@ def test_blocks_are_translated_into_messages() -> None:
             ],
         },
         {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, text("U"), text("V")]},
+        {"role": "assistant", "content": [thinking | {"thinking": "R"}, call | {"id": "3"}]},
+        {"role": "assistant", "content": "W"},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "3"}]},
     ]
     function = {"name": "now", "arguments": {"a": 1}}
@@ -228,9 +232,15 @@ def test_blocks_are_translated_into_messages() -> None:
         {"role": "tool", "content": "o\np", "tool_call_id": "1"},
         {"role": "tool", "content": "Error: no", "tool_call_id": "2"},
         {"role": "user", "content": "d"},
-        {"role": "assistant", "content": "UV"},
+        {"role": "assistant", "content": "UV\nW", "reasoning_content": "R", "tool_calls": [calls[0] | {"id": "3"}]},
         {"role": "tool", "content": "", "tool_call_id": "3"},
     ]
+
+
+@pytest.mark.parametrize("system", ["x-anthropic-billing-header: cc_version=1;\n\nBe brief.", "Be brief."])
+def test_a_line_about_billing_is_left_out(system: str) -> None:
+    first = CountBody(messages=[USER], system=system).chat().messages[0]  # type: ignore[list-item]
+    assert (first.role, first.content) == ("system", "Be brief.")
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
@@ -267,10 +277,11 @@ def test_tools_that_cannot_be_called_are_not_shown(tooled: Served, says: Says) -
 @pytest.mark.parametrize(
     ("body", "variables"),
     [
-        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+        ({"thinking": {"type": "disabled"}}, THINKS_NOT),
+        ({"thinking": None}, THINKS_NOT),  # the default of Anthropic's API
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, THINKS),
         ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, THINKS | {"reasoning_effort": "high"}),
-        ({"output_config": {"effort": "max"}}, {"reasoning_effort": "max"}),
+        ({"thinking": None, "output_config": {"effort": "max"}}, THINKS_NOT | {"reasoning_effort": "max"}),
         ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
     ],
 )
@@ -369,6 +380,7 @@ def test_the_id_of_a_call_is_sent_in_anthropics_header(tooled: Served) -> None:
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice: unknown tool 'x': expected one of weather, now"),
         ({"stop": ["x"]}, "stop: expected stop_sequences"),
         ({"response_format": {"type": "text"}}, "response_format: expected output_config.format"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: every stream has the usage: leave it out"),
         (
             {"messages": [{"role": "user", "content": []}]},
             "messages have no blocks: expected at least one message with a text or a block",

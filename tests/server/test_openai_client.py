@@ -102,7 +102,7 @@ def test_an_impossible_token_has_a_finite_log_probability(kind: type[Answer]) ->
     found = TokenLogprobs(-0.5, ((1, -0.5), (2, -math.inf)))
     completion, texts = Completion("r", [1], ["plain"], "a", [found], "stop", num_prompt_tokens=1), TokenTexts(None)
     texts._bytes = [b"a", b"b", b"c"]
-    said = json.dumps(kind("c", "m", texts, [completion]).whole(), allow_nan=False)
+    said = json.dumps(kind("c", "m", texts, [completion]).response(), allow_nan=False)
     assert "-9999.0" in said
 
 
@@ -110,7 +110,7 @@ def test_the_generated_token_is_among_the_likeliest_ones() -> None:
     found = TokenLogprobs(-2.5, ((1, -0.5), (2, -1.5)))
     completion, texts = Completion("r", [0], ["plain"], "a", [found], "stop", num_prompt_tokens=1), TokenTexts(None)
     texts._bytes = [b"a", b"b", b"c"]
-    (choice,) = CompletionAnswer("c", "m", texts, [completion]).whole()["choices"]
+    (choice,) = CompletionAnswer("c", "m", texts, [completion]).response()["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"b": -0.5, "c": -1.5, "a": -2.5}]
 
 
@@ -250,11 +250,12 @@ def test_fields_that_change_nothing_are_accepted(served: Served) -> None:
     neutral = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "top_k": -1, "min_tokens": 0}
     neutral |= {"modalities": ["text"], "add_generation_prompt": True, "service_tier": "flex", "skip_special_tokens": True}
     neutral |= {"prediction": {"type": "content", "content": "Hi"}, "prompt_cache_retention": "24h", "verbosity": "low"}
-    neutral |= {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}
+    neutral |= {"prompt_cache_options": {"mode": "implicit", "ttl": "30m", "prewarm": False}}
     neutral |= {"tools": [{"type": "function", "function": {"name": "f"}, "cache_control": {"type": "ephemeral"}}]}
     neutral["tool_choice"] = "none"
     sent_back = {"role": "assistant", "content": "Hello", "refusal": None, "annotations": [], "parsed": {"a": 1}}
-    sent_back["content"] = [{"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}]
+    hints = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    sent_back["content"] = [{"type": "text", "text": "Hello", **hints}]
     sent_back["cache_control"] = {"type": "ephemeral"}
     plain, full = (
         served.post("/v1/chat/completions", messages=[*MESSAGES, message, *MESSAGES], max_tokens=4, **more)
@@ -293,7 +294,7 @@ def test_fields_of_completions_that_change_nothing_are_accepted(client: openai.O
             client.completions.create(**asked, **more)
 
 
-@pytest.mark.parametrize("path", ["/embeddings", "/responses/resp_1", "/%0A" + "x" * 500])
+@pytest.mark.parametrize("path", ["/embeddings", "/responses/resp_1", "/chat/completions/", "/%0A" + "x" * 500])
 def test_an_unknown_path_is_refused_with_those_that_exist(client: openai.OpenAI, path: str) -> None:
     with pytest.raises(openai.NotFoundError, match="is not served: expected POST /v1/chat/completions, ") as error:
         client.post(path, cast_to=object, body={})
@@ -361,6 +362,7 @@ def test_a_body_that_is_no_text_is_refused(served: Served, encoding: str, status
         ({"min_tokens": 9, "max_tokens": 10, "max_completion_tokens": 8}, "exceeds max_completion_tokens=8"),
         ({"max_completion_tokens": 1 << 31}, "max_completion_tokens: expected a value less than or equal to 2147483647"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm: expected False"),
         ({"speculative": {"method": "medusa"}}, "draft"),
         ({"speculative": {"num_draft_tokens": -1}}, "speculative"),
         ({"logit_bias": {"100000": 1}}, "vocabulary"),
@@ -381,3 +383,18 @@ def test_min_tokens_above_the_context_leaves_the_end_to_the_context(served: Serv
         answer = served.post("/v1/chat/completions", messages=MESSAGES, min_tokens=10_000, **most).json()
         ends.append((answer["choices"][0]["finish_reason"], answer["usage"]["total_tokens"]))
     assert ends == [("length", served.llm.runner.max_len)] * 2
+
+
+def test_a_schema_that_is_missing_means_any_object(served: Served) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "anything"}}
+    answers = [
+        served.post("/v1/completions", prompt=PROMPT, max_tokens=12, response_format=each).json()["choices"]
+        for each in (form, {"type": "json_object"})
+    ]
+    assert answers[0] == answers[1] and answers[0][0]["text"].lstrip().startswith("{")
+
+
+def test_states_are_read_without_a_body(served: Served) -> None:
+    for path in ("/health", "/ready", "/metrics", "/v1/models"):
+        answer = httpx.head(served.url + path)
+        assert (answer.status_code, answer.content) == (200, b"")

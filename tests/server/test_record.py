@@ -22,6 +22,8 @@ from outrider.server.record import Record
 
 from .served import serving
 
+NOW = {"type": "function", "function": {"name": "now"}}
+
 
 def test_recorded_requests_are_valid_traffic(load: Callable[..., LLM], tmp_path: Path) -> None:
     file = tmp_path / "asked.jsonl"
@@ -77,8 +79,10 @@ def test_a_request_that_cannot_be_written_is_reported(tmp_path: Path, caplog: py
         deep = [deep]
     record = Record(tmp_path / "asked.jsonl", "mine", None)
     user = {"role": "user", "content": "hi"}
-    for prediction in (deep, "\ud83d", "fine"):
-        record.add(ChatBody.model_validate({"messages": [user], "prediction": {"type": "content", "content": prediction}}))
+    forced = {"tools": [NOW], "tool_choice": NOW}  # so the schema is not used
+    for value in (deep, "\ud83d", "fine"):
+        form = {"type": "json_schema", "json_schema": {"schema": {"const": value}}}
+        record.add(ChatBody.model_validate({"messages": [user], "response_format": form, **forced}))
     record.close()
     assert len((tmp_path / "asked.jsonl").read_text().splitlines()) == 1
     assert caplog.text.count("a request was not recorded") == 2

@@ -591,6 +591,11 @@ def test_ids_that_a_model_writes_are_kept() -> None:
     assert [call["id"] for call in parsed(formats.KIMI, [KIMI_CALLS]).calls] == ["functions.weather:0", "functions.time.now:1"]
 
 
+def test_an_id_that_a_model_repeats_is_used_once() -> None:
+    calls = parsed(formats.KIMI, [KIMI_CALLS.replace("functions.time.now:1", "functions.weather:0")]).calls
+    assert calls[0]["id"] == "functions.weather:0" and re.fullmatch("[a-zA-Z0-9]{9}", calls[1]["id"])
+
+
 @pytest.mark.parametrize("case", ["hermes", "xml", "gemma", "llama, several", "mistral", "mistral list"])
 def test_only_the_first_call_is_kept_without_parallel_calls(case: str) -> None:
     form, text, content, *_ = CASES[case]

@@ -351,20 +351,30 @@ def test_variables_reach_the_template(tooled: Served) -> None:
 
 
 def test_fields_that_change_nothing_are_accepted(tooled: Served) -> None:
-    codex = {"store": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "a", "client_metadata": {"a": "b"}}
+    include = ["reasoning.encrypted_content", "web_search_call.results"]
+    codex = {"store": False, "include": include, "prompt_cache_key": "a", "client_metadata": {"a": "b"}, "prediction": {}}
     nothing = {"truncation": "disabled", "background": False, "top_logprobs": 0, "max_tool_calls": 3, "conversation": None}
     answer = respond(tooled, metadata={"a": "b"}, user="u", service_tier="auto", max_output_tokens=1, **codex, **nothing)
     assert answer["metadata"] == {"a": "b"} and not answer["store"]
     neutral = {"prompt_cache_options": {"mode": "implicit"}, "reasoning": {"context": "auto", "mode": "standard"}}
-    neutral["tools"] = [tool | {"defer_loading": False, "allowed_callers": ["direct"]} for tool in FLAT]  # type: ignore[assignment]
+    tools = [tool | {"defer_loading": False, "allowed_callers": ["direct"]} for tool in FLAT]
+    neutral["tools"] = [tool | {"output_schema": {"type": "string"}} for tool in tools]  # type: ignore[assignment]
     call = {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "1", "output": "o"}
     said, refusal = message("assistant", "No."), {"type": "refusal", "refusal": "No."}
     plain = respond(tooled, input=[said, call, result], max_output_tokens=4)
-    items = [said | {"content": [refusal]}, call | {"caller": {"type": "direct"}}, result]
+    called = {"caller": {"type": "direct"}}
+    items = [said | {"content": [refusal]}, call | called, result | called | {"name": "now", "namespace": None}]
     full = respond(tooled, input=items, max_output_tokens=4, **neutral)
-    assert full["output"][0]["content"] == plain["output"][0]["content"] and full["tools"] == neutral["tools"]
+    assert full["output"][0]["content"] == plain["output"][0]["content"] and full["tools"] == tools
     assert full["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
+
+
+def test_a_hint_about_the_cache_and_options_of_a_stream_change_nothing(tooled: Served) -> None:
+    part = {"type": "input_text", "text": "Hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    options = {"stream_options": {"include_obfuscation": False}}
+    answer = streamed(tooled, input=[{"role": "user", "content": [part]}], max_output_tokens=4, **options)[-1]["response"]
+    assert lasting(answer) == lasting(respond(tooled, input="Hi", max_output_tokens=4))
 
 
 def nested(depth: int) -> Any:
@@ -399,6 +409,14 @@ STORES_NOTHING = "the server stores no responses: send the whole conversation as
         ({"input": [USER] * 4096, "instructions": "x"}, "input: too many messages: the limit is 4096"),
         ({"metadata": nested(65)}, "metadata: nested more than 64 levels deep"),
         ({"truncation": "auto"}, "truncation: expected 'disabled'"),
+        (
+            {"stream": True, "stream_options": {"include_usage": True}},
+            "stream_options.include_usage: expected False",
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema: missing",
+        ),
         (
             {"tools": [{"type": "mcp"}]},
             'tools.0: unsupported tool \'mcp\': expected {"type": "function", "name": ...}',

@@ -146,6 +146,30 @@ def test_a_full_queue_gives_retry_after(small: Served, monkeypatch: pytest.Monke
     assert [answer.result().status_code for answer in answers] == [200, 200]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "ping"),
+    [
+        ("completions", {"prompt": PROMPT}, ": ping\n\n"),
+        ("messages", {"messages": [{"role": "user", "content": "Hi"}]}, 'event: ping\ndata: {"type":"ping"}\n\n'),
+    ],
+)
+def test_a_silent_stream_gets_pings(
+    small: Served, path: str, body: dict[str, Any], ping: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.server.service.PING_INTERVAL", 0.05)
+    slow, url = Slow(small, monkeypatch), f"{small.url}/v1/{path}"
+    with httpx.stream("POST", url, json=body | {"stream": True, "max_tokens": 9}, timeout=60) as stream:
+        assert stream.headers["x-accel-buffering"] == "no"
+        said, parts = "", stream.iter_text()
+        while said.count(ping) < 2:
+            said += next(parts)
+        slow.go()
+        said += "".join(parts)
+    events = said.replace(ping, "").removesuffix("\n\n").split("\n\n")
+    whole = small.post(f"/v1/{path}", stream=True, max_tokens=9, **body).text
+    assert len(events) > 1 and events[-1] == whole.removesuffix("\n\n").split("\n\n")[-1] and "error" not in said
+
+
 def test_one_client_does_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = SimpleNamespace(max_batch=4)
     bridge = EngineBridge(SimpleNamespace(engine=SimpleNamespace(scheduler=scheduler)), max_queue=6)  # type: ignore[arg-type]
@@ -259,6 +283,7 @@ def test_an_answer_that_takes_too_long_ends(load: Callable[..., LLM], monkeypatc
         slow.rounds(1)
         answer = server.post("/v1/completions", prompt=PROMPT, **LONG)
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        assert answer.headers["x-should-retry"] == "false"  # the client would wait as long again
         slow.rounds(1)
         streamed = server.post("/v1/completions", prompt=PROMPT, stream=True, **LONG)
         assert '"code":"timeout"' in streamed.text and "[DONE]" not in streamed.text
@@ -345,6 +370,7 @@ def test_a_target_failure_ends_only_its_request(load: Callable[..., LLM], plain:
             ask = lambda prompt: server.post("/v1/completions", prompt=prompt, temperature=0, max_tokens=24)  # noqa: E731
             first, failed, last = callers.map(ask, (PROMPT, "x1 " * 60, "The ship"))
         assert failed.status_code == 500 and "MemoryError" in failed.text
+        assert failed.headers["x-should-retry"] == "false"
         form = {"response_format": {"type": "json_object"}, "banned_token_ids": [1]}
         masked = server.post("/v1/completions", prompt="x1 " * 60, max_tokens=24, **form)
         assert masked.status_code == 500 and "MemoryError" in masked.text
@@ -501,7 +527,7 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests(
             sleep(0.3)  # so that uvicorn checks whether it should exit
             assert httpx.get(server.url + "/ready").status_code == 503
             refused = server.post("/v1/completions", prompt="a")
-            assert refused.status_code == 503 and refused.headers["retry-after"]
+            assert refused.status_code == 503 and refused.headers["retry-after"] and "x-should-retry" not in refused.headers
             slow.go()
             events = [line.removeprefix("data: ") for line in [first, *lines] if line]
         assert events.pop() == "[DONE]"

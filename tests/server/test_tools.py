@@ -526,6 +526,13 @@ def test_half_a_character_in_a_call_is_no_error(tooled: Served, says: Says) -> N
     assert without_ids(streamed(tooled)[0][0]) == without_ids(whole)
 
 
+def test_a_stream_has_the_line_breaks_of_its_format_only(tooled: Served, says: Says) -> None:
+    """Clients such as httpx split lines at more characters."""
+    text = "One\u2028two\u2029three\x85four"
+    says(text)
+    assert streamed(tooled)[0][0]["content"] == text
+
+
 def test_text_that_looks_like_a_special_token_is_kept(tooled: Served, says: Says) -> None:
     tokenizer = tooled.llm.tokenizer
     assert tokenizer is not None
@@ -557,7 +564,7 @@ def test_references_in_parameters_stay_valid(tooled: Served, case: str, choice: 
     schema = {**REFERRING[case], "required": ["a"], "additionalProperties": False}
     tools = [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": schema}}]
     body = ChatBody(messages=[USER], tools=tools, tool_choice=choice)
-    grammar = GrammarCompiler(tokenizer_data(tooled.llm)).json(body.schema_asked)
+    grammar = GrammarCompiler(tokenizer_data(tooled.llm)).json(body.output_schema)
     for value, is_valid in ((1, True), (2, False)):
         arguments = json.dumps({"a": value})
         text = f'[{{"name": "f", "arguments": {arguments}}}]' if choice == "required" else arguments
@@ -602,6 +609,13 @@ def test_a_template_without_tools_is_refused(served: Served) -> None:
         answer = served.post("/v1/chat/completions", messages=[USER], tools=TOOLS, tool_choice=choice)
         assert answer.status_code == 400
         assert "the model's chat template has no place for tools" in answer.json()["error"]["message"]
+    flat, own = [{"type": "function", "name": "now"}], [{"name": "now", "input_schema": {}}]
+    for path, body in (
+        ("chat/completions", {"messages": [USER], "tools": TOOLS}),
+        ("responses", {"input": "x", "tools": flat}),
+        ("messages", {"messages": [USER], "tools": own, "max_tokens": 1}),
+    ):
+        assert served.post(f"/v1/{path}", model="gpt-9", **body).status_code == 404  # this error is more important
     with pytest.raises(OutriderError, match="no place for tools"):
         served.llm.chat([USER], SamplingParams(max_tokens=1), TOOLS)
 

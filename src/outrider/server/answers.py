@@ -113,14 +113,15 @@ class Answer:
     kind: ClassVar[str] = ""
     chunk_kind: ClassVar[str] = ""
     ends_with_done: ClassVar[bool] = True  # whether a complete stream ends with [DONE]
+    ping: ClassVar[bytes] = b": ping\n\n"  # keeps a silent stream open: clients ignore such comments
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.call_id, "object": kind, "created": self.created, "model": self.model}
 
-    def whole(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         """Return the complete response."""
         choices = [self.choice(index, completion, is_whole=True) for index, completion in enumerate(self.choices)]
-        return {**self.head(self.kind), "choices": choices, **self._counts()}
+        return {**self.head(self.kind), "choices": choices, **self._usage_and_metrics()}
 
     def add(self, index: int, emission: Emission) -> Chunk:
         """Append an emission to a choice and return it as a chunk."""
@@ -131,7 +132,7 @@ class Answer:
         """Return whether the response contains log-probabilities of the prompts."""
         return False
 
-    def _counts(self) -> dict[str, Any]:
+    def _usage_and_metrics(self) -> dict[str, Any]:
         """Return the usage and, for a single choice that had drafts, vLLM's ``speculative_decoding`` metrics."""
         usage: dict[str, Any] = {"usage": self.usage()}
         if len(self.choices) == 1 and self.choices[0].stats.num_drafted_rounds:
@@ -176,9 +177,9 @@ class Answer:
         """Return the end of a stream that failed. ``status``: of HTTP; ``body``: the error in OpenAI's format."""
         return [body]
 
-    def last(self) -> dict[str, Any]:
+    def usage_chunk(self) -> dict[str, Any]:
         """Return the final chunk, which contains the usage and no choices."""
-        return {**self.head(self.chunk_kind), "choices": [], **self._counts()}
+        return {**self.head(self.chunk_kind), "choices": [], **self._usage_and_metrics()}
 
     def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
         """Return a choice with the text of a chunk, or of the whole completion."""
@@ -320,32 +321,34 @@ class ItemAnswer(ChatAnswer):
 
     def events(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
         reply = self.replies[index]
-        events = self._said(reply, reply.feed(chunk.text))
-        return events if chunk.finish_reason is None else [*events, *self._said(reply, reply.finish()), *self._end(chunk)]
+        events = self._part_events(reply, reply.feed(chunk.text))
+        if chunk.finish_reason is not None:
+            events += [*self._part_events(reply, reply.finish()), *self._end_events(chunk)]
+        return events
 
-    def _said(self, reply: Reply, part: Part) -> list[dict[str, Any]]:
+    def _part_events(self, reply: Reply, part: Part) -> list[dict[str, Any]]:
         """Return the events of a part, in its order: only the last item may be incomplete."""
         events = []
         for kind, said in part.pieces:
             if kind == "call":
-                events += [*self._call(said), *(self._close() if reply.calls_at_once else [])]
+                events += [*self._call_events(said), *(self._close_events() if reply.calls_at_once else [])]
             else:
-                events += self._text("message" if kind == "content" else kind, said)
+                events += self._text_events("message" if kind == "content" else kind, said)
         return events
 
-    def _text(self, kind: str, text: str, is_wanted: bool = False) -> list[dict[str, Any]]:
+    def _text_events(self, kind: str, text: str, is_wanted: bool = False) -> list[dict[str, Any]]:
         """Return the events that add text to an item of this kind; ``is_wanted``: an empty one, too."""
         raise NotImplementedError
 
-    def _call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+    def _call_events(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the events of a call, or of its next arguments."""
         raise NotImplementedError
 
-    def _close(self) -> list[dict[str, Any]]:
+    def _close_events(self) -> list[dict[str, Any]]:
         """Return the events that complete the last item."""
         raise NotImplementedError
 
-    def _end(self, chunk: Chunk) -> list[dict[str, Any]]:
+    def _end_events(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Return the last events, after those of the last chunk's text."""
         raise NotImplementedError
 

@@ -37,11 +37,6 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
-ROUTES = (
-    "POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/completions, /tokenize or "
-    "/detokenize, or GET /v1/models"
-)
-
 
 def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
     """Return the ASGI application for a loaded ``LLM``. The application owns the ``LLM`` while it runs."""
@@ -56,6 +51,7 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
     app = FastAPI(
         title="Outrider",
         version=__version__,
+        redirect_slashes=False,  # behind a proxy the location would be wrong
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -63,14 +59,15 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
     )
     app.state.service = service
     handlers: dict[str, Callable[..., Awaitable[Response]]] = {
-        "/v1/completions": service.completions,
         "/v1/chat/completions": service.chat,
         "/v1/responses": service.responses,
         "/v1/messages": service.messages,
         "/v1/messages/count_tokens": service.count_tokens,
+        "/v1/completions": service.completions,
         "/tokenize": service.tokenize,
         "/detokenize": service.detokenize,
     }
+    app.state.routes = f"POST {', '.join(handlers)}, or GET /v1/models"
     for path, handler in handlers.items():
         app.add_api_route(path, handler, methods=["POST"], responses=REFUSALS, response_model=None)
     _add_states(app, service)
@@ -109,14 +106,17 @@ def _add_states(app: FastAPI, service: Service) -> None:
 
     app.add_api_route("/v1/models", models)
     app.add_api_route("/v1/models/{name:path}", model)
-    for path, answer in {"/health": health, "/ready": ready, "/metrics": metrics}.items():
+    texts: dict[str, Callable[[], Awaitable[Any]]] = {"/health": health, "/ready": ready, "/metrics": metrics}
+    for path, answer in texts.items():
         app.add_api_route(path, answer, response_class=PlainTextResponse)
+    for path, answer in {"/v1/models": models, **texts}.items():  # not in the routes above: a route has one operation id
+        app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
     status, body, headers = as_http_error(error)
     if isinstance(error, HTTPException) and status in (404, 405):  # the router's
-        what = f"{request.method} {shown(request.url.path)} is not served: expected {ROUTES}"
+        what = f"{request.method} {shown(request.url.path)} is not served: expected {request.app.state.routes}"
         body = error_body(what, "invalid_request_error", "unknown_url")
     if status in (429, 503):
         request.app.state.service.metrics.refused(status)

@@ -37,7 +37,7 @@ class Call:
     request_id: str
     arrived: float  # time.monotonic() at its first byte
     client: Client = ANYONE
-    facts: dict[str, Any] = field(default_factory=dict)
+    log_fields: dict[str, Any] = field(default_factory=dict)
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Gate:
                 "status": status or CLOSED,
                 "client": call.client.name,
                 "seconds": round(monotonic() - call.arrived, 4),
-                **call.facts,
+                **call.log_fields,
             }
             level = logging.INFO if scope["path"].startswith(GUARDED) else logging.DEBUG
             logger.log(level, "request", extra={"facts": facts})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.engine.prompts import arguments_of
 from outrider.errors import OutriderError
@@ -48,14 +48,16 @@ class MessageAnswer(ItemAnswer):
     is_open: bool = False  # whether the last block may be extended
     arguments: str = ""  # of the last block, if it is a call
 
-    def whole(self) -> dict[str, Any]:
+    ping: ClassVar[bytes] = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def response(self) -> dict[str, Any]:
         (completion,) = self.choices
         ending = self.events(0, completion)[-2]  # before message_stop
         counts = {name: value for name, value in ending.items() if name not in ("type", "delta")}
         return {**self._message(), "content": self.content, **ending["delta"], **counts}
 
     def opening(self) -> list[dict[str, Any]]:
-        return [{"type": "message_start", "message": {**self._message(), "usage": self._counts()["usage"]}}]
+        return [{"type": "message_start", "message": {**self._message(), "usage": self._usage_and_metrics()["usage"]}}]
 
     def failure(self, status: int, body: dict[str, Any]) -> list[dict[str, Any]]:
         return [error_of(status, body, self.call_id.removeprefix(PREFIX))]
@@ -70,12 +72,12 @@ class MessageAnswer(ItemAnswer):
 
     def _open(self, **block: Any) -> list[dict[str, Any]]:
         """Complete the last block and begin another one."""
-        closing = self._close()
+        closing = self._close_events()
         self.content.append(block)
         self.is_open, self.arguments = True, ""
         return [*closing, self._event("start", content_block=dict(block))]
 
-    def _text(self, kind: str, text: str, is_wanted: bool = False) -> list[dict[str, Any]]:
+    def _text_events(self, kind: str, text: str, is_wanted: bool = False) -> list[dict[str, Any]]:
         if not text and not is_wanted:
             return []
         (name, empty), events = TEXTS[kind], []
@@ -84,7 +86,7 @@ class MessageAnswer(ItemAnswer):
         self.content[-1][name] += text
         return [*events, *([self._event("delta", delta={"type": f"{name}_delta", name: text})] if text else [])]
 
-    def _call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+    def _call_events(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         function, events = call["function"], []
         if "id" in call:
             events = self._open(type="tool_use", id=call["id"], name=function["name"], input={})
@@ -92,7 +94,7 @@ class MessageAnswer(ItemAnswer):
         delta = {"type": "input_json_delta", "partial_json": function["arguments"]}
         return [*events, self._event("delta", delta=delta)]
 
-    def _close(self) -> list[dict[str, Any]]:
+    def _close_events(self) -> list[dict[str, Any]]:
         if not self.is_open:
             return []
         self.is_open, block = False, self.content[-1]
@@ -101,11 +103,11 @@ class MessageAnswer(ItemAnswer):
         signature = [self._event("delta", delta={"type": "signature_delta", "signature": ""})]
         return [*(signature if block["type"] == "thinking" else []), self._event("stop")]
 
-    def _end(self, chunk: Chunk) -> list[dict[str, Any]]:
+    def _end_events(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Return the last events. An answer that is whole has a text or a call, which may be empty."""
         is_whole, sequence = chunk.finish_reason == "stop", None
         needs_text = is_whole and all(block["type"] == "thinking" for block in self.content)
-        closing = [*self._text("message", "", is_wanted=needs_text), *self._close()]
+        closing = [*self._text_events("message", "", is_wanted=needs_text), *self._close_events()]
         reason = "end_turn" if is_whole else "max_tokens"
         if not is_whole and len(self.choices[0].token_ids) < self.max_tokens:
             reason = "model_context_window_exceeded"
@@ -114,11 +116,11 @@ class MessageAnswer(ItemAnswer):
         elif is_whole and any(block["type"] == "tool_use" for block in self.content):
             reason = "tool_use"
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return [*closing, {"type": "message_delta", "delta": delta, **self._counts()}, {"type": "message_stop"}]
+        return [*closing, {"type": "message_delta", "delta": delta, **self._usage_and_metrics()}, {"type": "message_stop"}]
 
-    def _counts(self) -> dict[str, Any]:
+    def _usage_and_metrics(self) -> dict[str, Any]:
         """Return the counts of chat under the names of this API, where the input excludes what was cached."""
-        counts = super()._counts()
+        counts = super()._usage_and_metrics()
         usage = counts["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return counts | {

@@ -47,27 +47,27 @@ NAMES = {"response_format": "output_config.format"}  # of a field of chat
 # Anthropic's client reads these details, and sends the whole conversation without a thread.
 NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 THREADLESS = refused("the server stores no conversations: send all messages, without thread", details=NO_THREADS)
-BILLING = "x-anthropic-billing-header:"  # begins a block in Claude Code's system prompt that is not meant for the model
+BILLING = "x-anthropic-billing-header:"  # begins a line in Claude Code's system prompt that is not meant for the model
 
 
 class Block(Body):
     """Base class of the blocks of a message."""
 
-    cache_control: Any = None  # accepted and ignored
+    ignored = frozenset({"cache_control"})
 
 
 class TextBlock(TextPart):
     """A text."""
 
-    citations: Any = None  # accepted and ignored
+    ignored = TextPart.ignored | {"citations"}
 
 
 class ThinkingBlock(Block):
     """Reasoning of the model."""
 
+    ignored = Block.ignored | {"signature"}
     type: Literal["thinking"]
     thinking: Text
-    signature: Text = ""  # accepted and ignored
 
 
 class RedactedBlock(Block):
@@ -80,11 +80,11 @@ class RedactedBlock(Block):
 class CallBlock(Block):
     """A call of a tool."""
 
+    ignored = Block.ignored | {"caller"}
     type: Literal["tool_use"]
     id: Text
     name: Text
     input: Annotated[dict[str, Any], AfterValidator(check_json)]
-    caller: Any = None  # accepted and ignored
 
 
 def _joined(content: str | list[Any] | None, separator: str = "\n") -> str:
@@ -163,15 +163,12 @@ class Turn(Body):
 class CustomTool(Body):
     """A function that the model may call."""
 
+    # forced calls always match the schema, with strict or without
+    ignored = frozenset({"strict", "cache_control", "eager_input_streaming", "input_examples"})
     type: Literal["custom"] = "custom"
     name: Identifier
     description: Text | None = None
     input_schema: Parameters
-    # accepted and ignored
-    strict: bool | None = None  # forced calls always match the schema
-    cache_control: Any = None
-    eager_input_streaming: bool | None = None
-    input_examples: list[Any] | None = None
     # accepted with the only value that changes nothing
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] = False
@@ -211,9 +208,9 @@ class Choice(Body):
 class Thinking(Body):
     """Whether the model reasons first, and whether its reasoning is returned."""
 
+    ignored = frozenset({"budget_tokens"})
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     display: Literal["summarized", "omitted"] = "summarized"  # there are no summaries: reasoning is returned as it is
-    budget_tokens: int | None = None  # accepted and ignored
 
 
 class SchemaFormat(Body):
@@ -233,28 +230,25 @@ class Output(Body):
 class CountBody(SamplingFields):
     """Body of ``POST /v1/messages/count_tokens``, which may have every field of ``/v1/messages``."""
 
+    # context_management, of Claude Code, names parts of a long conversation that Anthropic's servers may drop
+    ignored = SamplingFields.ignored | {"cache_control", "context_management", "inference_geo", "speed", "diagnostics"}
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "messages")]
     max_tokens: int | None = Field(None, ge=1, le=INT32)
     system: Texts = ""
     stop_sequences: list[Stop] = Field(default_factory=list, max_length=MAX_STOPS)
     tools: Annotated[list[AnyTool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")] = Field(default_factory=list)
     tool_choice: Choice = Choice(type="auto")
-    thinking: Thinking | None = None
+    thinking: Thinking = Thinking(type="disabled")
     output_config: Output = Output()
     # extensions of Anthropic's API
     include_reasoning: bool = True
     chat_template_kwargs: Variables = Field(default_factory=dict)
     # accepted with the only value that changes nothing
     n: Literal[1] = 1
-    # accepted and ignored
-    cache_control: Any = None
-    context_management: Any = None  # of Claude Code: which parts of a long conversation Anthropic's servers may drop
-    inference_geo: Text | None = None
-    speed: Text | None = None
-    diagnostics: Any = None
     # refused
     thread: Annotated[None, THREADLESS] = None
     stop: Annotated[None, refused("expected stop_sequences")] = None
+    stream_options: Annotated[None, refused("every stream has the usage: leave it out")] = None
     response_format: Annotated[None, refused("expected output_config.format")] = None
 
     def chat(self) -> ChatBody:
@@ -267,7 +261,6 @@ class CountBody(SamplingFields):
         messages = self._messages()
         if not messages:
             raise OutriderError("messages have no blocks: expected at least one message with a text or a block")
-        is_thinking = None if thinking is None else thinking.type != "disabled"
         if form is not None:
             given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
         given |= {
@@ -278,34 +271,34 @@ class CountBody(SamplingFields):
             "tool_choice": self.tool_choice.in_chat(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "reasoning_effort": effort,
-            "include_reasoning": self.include_reasoning and (thinking is None or thinking.display != "omitted"),
-            "chat_template_kwargs": with_thinking(self.chat_template_kwargs, is_thinking),
+            "include_reasoning": self.include_reasoning and thinking.display != "omitted",
+            "chat_template_kwargs": with_thinking(self.chat_template_kwargs, thinking.type != "disabled"),
         }
         return as_chat(given, "messages", NAMES)
 
     def _messages(self) -> list[dict[str, Any]]:
         """Return the conversation as messages of chat, in a form that every template takes.
 
-        There is one system message, at the beginning: later ones become text of the user. Texts of the user that follow each
-        other are one message.
+        There is one system message, at the beginning: later ones become text of the user. Messages of one role that follow each
+        other are joined.
         """
         blocks = [self.system] if isinstance(self.system, str) else [block.text for block in self.system]
-        instructions = [text for text in blocks if text and not text.startswith(BILLING)]
+        instructions = [text for text in map(_without_billing, blocks) if text]
         messages: list[dict[str, Any]] = []
         for turn in self.messages:
             if turn.role == "assistant":
-                messages.append(turn.assistant())
+                _add(messages, **turn.assistant())
             elif turn.role == "system" and not messages:
                 instructions.append(_joined(turn.content))
             elif turn.role == "system":
-                _add_text(messages, f"<system-reminder>\n{_joined(turn.content)}\n</system-reminder>")
+                _add(messages, "user", f"<system-reminder>\n{_joined(turn.content)}\n</system-reminder>")
             elif isinstance(turn.content, str):
-                _add_text(messages, turn.content)
+                _add(messages, "user", turn.content)
             for block in turn.blocks if turn.role == "user" else ():
                 if isinstance(block, ResultBlock):
                     messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
                 else:
-                    _add_text(messages, block.text)
+                    _add(messages, "user", block.text)
         system = [{"role": "system", "content": "\n\n".join(instructions)}] if instructions else []
         return [*system, *messages]
 
@@ -328,9 +321,20 @@ async def counted(body: ChatBody, prompts: Prompts, client: Client) -> dict[str,
     return {"input_tokens": len(token_ids)}
 
 
-def _add_text(messages: list[dict[str, Any]], text: str) -> None:
-    """Add a text of the user, to the last message if it is the user's."""
-    if messages and messages[-1]["role"] == "user":
-        messages[-1]["content"] += "\n" + text
-    else:
-        messages.append({"role": "user", "content": text})
+def _without_billing(text: str) -> str:
+    """Return a text of the system prompt without the line about billing."""
+    return text.partition("\n")[2].lstrip() if text.startswith(BILLING) else text
+
+
+def _add(messages: list[dict[str, Any]], role: str, content: str, **more: Any) -> None:
+    """Append a message. If the last one has the same role, append its texts and calls to those of the last one instead."""
+    said, last = {"content": content, **more}, messages[-1] if messages else {}
+    if last.get("role") != role:
+        messages.append({"role": role, **said})
+        return
+    for name, new in said.items():
+        old = last.get(name)
+        if old and new:
+            last[name] = old + new if isinstance(new, list) else f"{old}\n{new}"
+        else:
+            last[name] = old or new

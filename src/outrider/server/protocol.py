@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -111,24 +111,32 @@ class Body(BaseModel):
     """Base class of all bodies. Unknown fields are refused: ignoring one silently would give a wrong result."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()  # names of fields that are accepted without effect on the answer
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, body: Any) -> Any:
-        """Drop fields that are null: many clients send every field they know."""
+        """Drop fields that are ignored, and those that are null: many clients send every field they know."""
         if not isinstance(body, dict):
             return body
         if len(body) > MAX_FIELDS:
             raise ValueError(f"too many fields in an object: the limit is {MAX_FIELDS}")
-        return {name: value for name, value in body.items() if value is not None}
+        return {name: value for name, value in body.items() if value is not None and name not in cls.ignored}
 
 
 class StreamOptions(Body):
     """Options of a streamed response."""
 
+    ignored = frozenset({"include_obfuscation"})
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's extension: token counts in every chunk
-    include_obfuscation: bool = False  # accepted and ignored, because some clients always send it
+
+
+class PromptCacheOptions(Body):
+    """Options of OpenAI's prompt cache, which have no effect on this server's."""
+
+    ignored = frozenset({"mode", "ttl", "comparison_response_id"})
+    prewarm: Literal[False] = False  # true asks for no answer
 
 
 class Speculative(Body):
@@ -151,7 +159,7 @@ class JsonSchema(Body):
 
     name: Text = "answer"
     description: Text | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # None: any object
     strict: bool | None = None  # always strict
 
 
@@ -168,6 +176,10 @@ ResponseFormat = Annotated[SimpleFormat | JsonSchemaFormat, Field(discriminator=
 class SamplingFields(Body):
     """Fields common to both kinds of completion. The defaults are those of ``SamplingParams``."""
 
+    ignored = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}) | {
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    }
     model: Text | None = None
     temperature: float = sampling_field("temperature")
     top_p: float = sampling_field("top_p")
@@ -192,15 +204,7 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool = sampling_field("include_stop_str_in_output")
     skip_special_tokens: bool = sampling_field("skip_special_tokens")
     speculative: Speculative | None = None
-    # accepted and ignored
-    service_tier: Text | None = None
-    user: Text | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
-    prompt_cache_retention: Text | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
     @model_validator(mode="after")
     def _streamed(self) -> Self:
@@ -214,7 +218,7 @@ class SamplingFields(Body):
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
-    def schema_asked(self) -> dict[str, Any] | None:
+    def output_schema(self) -> dict[str, Any] | None:
         """The JSON schema of the output, or None."""
         wanted = self.response_format
         return wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else None
@@ -246,9 +250,9 @@ class SamplingFields(Body):
 class TextPart(Body):
     """One part of a message."""
 
+    ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})  # hints of Anthropic's and OpenAI's API
     type: Literal["text"]
     text: Text
-    cache_control: Any = Field(None, exclude=True)  # accepted and ignored: a hint of Anthropic's API
 
     @model_validator(mode="before")
     @classmethod
@@ -272,18 +276,18 @@ def refusal_as(kind: str) -> BeforeValidator:
 class CalledFunction(Body):
     """A function with the arguments of a call."""
 
+    ignored = frozenset({"parsed_arguments"})  # OpenAI's client adds it to answers
     name: Text
     arguments: Annotated[Text, AfterValidator(_arguments)]
-    parsed_arguments: Any = Field(None, exclude=True)  # accepted and ignored: OpenAI's client adds it to answers
 
 
 class ToolCall(Body):
     """A call in an assistant's message."""
 
+    ignored = frozenset({"index"})  # some clients keep it from a stream
     id: Text
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # accepted and ignored: some clients keep it from a stream
 
 
 Parts = Annotated[list[Annotated[TextPart, refusal_as("text")]], Field(fail_fast=True)]
@@ -292,6 +296,7 @@ Parts = Annotated[list[Annotated[TextPart, refusal_as("text")]], Field(fail_fast
 class Message(Body):
     """One turn of a conversation."""
 
+    ignored = frozenset({"annotations", "parsed", "cache_control"})  # clients send answers back as they came
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text | Parts, at_most(MAX_MESSAGES, "parts")] | None = None
     name: Text | None = None
@@ -300,10 +305,6 @@ class Message(Body):
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # the same under vLLM's name
     refusal: Text | None = None  # instead of content
-    # accepted and ignored: clients send answers back as they came
-    annotations: list[Any] | None = None
-    parsed: Any = None
-    cache_control: Any = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -324,7 +325,7 @@ class Message(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the message for a chat template."""
         shown = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
-        message = self.model_dump(include={*shown}, exclude={"tool_calls": {"__all__": {"index"}}})
+        message = self.model_dump(include={*shown})
         message["reasoning_content"] = self.thoughts
         return for_template({name: message[name] for name in shown if message[name] or name == "content"})
 
@@ -341,9 +342,9 @@ class Function(Body):
 class Tool(Body):
     """A tool that the model may use."""
 
+    ignored = frozenset({"cache_control"})
     type: Literal["function"]
     function: Function
-    cache_control: Any = Field(None, exclude=True)  # accepted and ignored
 
     def arguments_schema(self) -> dict[str, Any]:
         """Return the JSON schema of the arguments."""
@@ -421,7 +422,6 @@ class ChatBody(SamplingFields):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool = True
-    prediction: dict[str, Any] | None = None  # accepted and ignored: expected text, which does not change the answer
     include_reasoning: bool = True
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
@@ -487,11 +487,11 @@ class ChatBody(SamplingFields):
         return self.is_forced or super().is_json
 
     @property
-    def schema_asked(self) -> dict[str, Any] | None:
+    def output_schema(self) -> dict[str, Any] | None:
         schemas = {tool.function.name: tool.arguments_schema() for tool in self.tools or ()}
         if self.named is not None:
             return schemas[self.named]
-        return calls_schema(schemas, self.parallel_tool_calls) if self.tool_choice == "required" else super().schema_asked
+        return calls_schema(schemas, self.parallel_tool_calls) if self.tool_choice == "required" else super().output_schema
 
     def num_logprobs(self) -> int | None:
         """Return the engine's ``logprobs``. Raises ``OutriderError`` for ``top_logprobs`` without ``logprobs``."""

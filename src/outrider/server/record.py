@@ -38,7 +38,7 @@ class Record:
         """Queue a request for writing. If writing fails, log a warning; the response is not affected."""
         try:
             lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body)]
-        except ValueError as error:  # a field that is ignored is nested too deep
+        except ValueError as error:  # a schema that is not used, because a call is forced, is nested too deep
             logger.warning("a request was not recorded: %s", error)
         else:
             self._writer.submit(self._write, lines)
@@ -47,7 +47,7 @@ class Record:
         try:
             self._file.writelines(lines)
             self._file.flush()
-        except (OSError, UnicodeEncodeError) as error:  # half a character in a field that is ignored
+        except (OSError, UnicodeEncodeError) as error:  # half a character in such a schema
             logger.warning("a request was not recorded: %s", error)
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Record:
 
     def _lines(self, body: SamplingFields) -> Iterator[dict[str, Any]]:
         # The temperature is written even if it is not set: in traffic of other servers its default is OpenAI's.
-        given = body.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"model", "metadata"})
+        given = body.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"model"})
         line = {"model": self._model, "temperature": body.temperature, **given}
         if not isinstance(body, CompletionBody):
             yield line

@@ -24,7 +24,7 @@ class ResponseAnswer(ItemAnswer):
     output: list[dict[str, Any]] = field(default_factory=list)  # the last item may be incomplete
     num_events: int = 0
 
-    def whole(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         (completion,) = self.choices
         response: dict[str, Any] = self.events(0, completion)[-1]["response"]
         return response
@@ -36,7 +36,7 @@ class ResponseAnswer(ItemAnswer):
     def failure(self, status: int, body: dict[str, Any]) -> list[dict[str, Any]]:
         error = body["error"]
         code = "server_error" if error["type"] == "server_error" else "invalid_prompt"  # those that OpenAI's API knows
-        closing = self._close("incomplete")
+        closing = self._close_events("incomplete")
         failed = self._response("failed", error={"code": code, "message": error["message"]})
         return [*closing, self._event("response.failed", response=failed)]
 
@@ -55,12 +55,12 @@ class ResponseAnswer(ItemAnswer):
 
     def _open(self, prefix: str, **item: Any) -> list[dict[str, Any]]:
         """Complete the last item and begin another one."""
-        closing = self._close()
+        closing = self._close_events()
         self.output.append({"id": f"{prefix}_{self.call_id}_{len(self.output)}", **item, "status": "in_progress"})
         added = {name: [] if name == "content" else value for name, value in self.output[-1].items()}
         return [*closing, self._event("response.output_item.added", output_index=len(self.output) - 1, item=added)]
 
-    def _text(self, kind: str, text: str, is_wanted: bool = False) -> list[dict[str, Any]]:
+    def _text_events(self, kind: str, text: str, is_wanted: bool = False) -> list[dict[str, Any]]:
         if not text and not is_wanted:
             return []
         prefix, part_type = TEXTS[kind]
@@ -75,7 +75,7 @@ class ResponseAnswer(ItemAnswer):
             events.append(self._of_item(f"response.{part_type}.delta", content_index=0, delta=text, **LOGPROBS[kind]))
         return events
 
-    def _call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+    def _call_events(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         function, events = call["function"], []
         if "id" in call:
             named = self.names.get(function["name"], {"name": function["name"]})
@@ -83,7 +83,7 @@ class ResponseAnswer(ItemAnswer):
         self.output[-1]["arguments"] += function["arguments"]
         return [*events, self._of_item("response.function_call_arguments.delta", delta=function["arguments"])]
 
-    def _close(self, status: str = "completed") -> list[dict[str, Any]]:
+    def _close_events(self, status: str = "completed") -> list[dict[str, Any]]:
         if not self.output or self.output[-1]["status"] != "in_progress":
             return []
         item = self.output[-1]
@@ -100,19 +100,19 @@ class ResponseAnswer(ItemAnswer):
             ]
         return [*events, self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)]
 
-    def _end(self, chunk: Chunk) -> list[dict[str, Any]]:
+    def _end_events(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Return the last events. An answer that is whole has a text or a call, which may be empty."""
         is_whole = chunk.finish_reason == "stop"
         needs_text = is_whole and all(item["type"] == "reasoning" for item in self.output)
         status = "completed" if is_whole else "incomplete"
-        events = [*self._text("message", "", is_wanted=needs_text), *self._close(status)]
+        events = [*self._text_events("message", "", is_wanted=needs_text), *self._close_events(status)]
         details = None if is_whole else {"reason": "max_output_tokens"}
-        response = self._response(status, incomplete_details=details, **self._counts())
+        response = self._response(status, incomplete_details=details, **self._usage_and_metrics())
         return [*events, self._event(f"response.{status}", response=response)]
 
-    def _counts(self) -> dict[str, Any]:
+    def _usage_and_metrics(self) -> dict[str, Any]:
         """Return the counts of chat under the names of this API."""
-        counts = super()._counts()
+        counts = super()._usage_and_metrics()
         usage = counts["usage"]
         return counts | {
             "usage": {

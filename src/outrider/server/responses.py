@@ -26,6 +26,7 @@ from outrider.server.protocol import (
     JsonSchema,
     SamplingFields,
     SimpleFormat,
+    StreamOptions,
     Text,
     Variables,
     Verbosity,
@@ -53,12 +54,10 @@ NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_
 class Piece(Body):
     """A piece of text in an item."""
 
+    # clients send answers back as they came
+    ignored = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
     type: PieceType
     text: Text
-    # accepted and ignored: clients send answers back as they came
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    parsed: Any = None
 
 
 KnownPiece = Annotated[
@@ -74,40 +73,40 @@ def _joined(content: str | list[Piece] | None) -> str:
 class Item(Body):
     """Base class of the items of a conversation."""
 
-    id: Text | None = None  # accepted and ignored
-    status: Text | None = None
+    ignored = frozenset({"id", "status"})
 
 
 class MessageItem(Item):
     """A message."""
 
+    ignored = Item.ignored | {"phase"}
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Pieces
-    phase: Text | None = None  # accepted and ignored
 
 
 class ReasoningItem(Item):
     """Reasoning of the model."""
 
+    ignored = Item.ignored | {"encrypted_content"}
     type: Literal["reasoning"]
     content: Pieces | None = None
     summary: Pieces | None = None
-    encrypted_content: Text | None = None  # accepted and ignored
 
 
 class CallItem(CalledFunction, Item):
     """A call of a function."""
 
+    ignored = CalledFunction.ignored | Item.ignored | {"caller"}
     type: Literal["function_call"]
     call_id: Text
     namespace: Text | None = None
-    caller: Any = None  # accepted and ignored
 
 
 class ResultItem(Item):
     """The result of a call."""
 
+    ignored = Item.ignored | {"caller", "name", "namespace"}  # the call itself has them, too
     type: Literal["function_call_output"]
     call_id: Text
     output: Text | Pieces
@@ -134,6 +133,7 @@ AnyItem = Annotated[
 class FunctionTool(Function):
     """A function that the model may call."""
 
+    ignored = frozenset({"output_schema"})
     type: Literal["function"]
     # accepted with the only value that changes nothing
     allowed_callers: list[Literal["direct"]] | None = None
@@ -168,6 +168,7 @@ class SchemaFormat(JsonSchema):
     """JSON with a schema."""
 
     type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
 
 
 class TextOptions(Body):
@@ -180,12 +181,18 @@ class TextOptions(Body):
 class Reasoning(Body):
     """How much the model reasons. There are no summaries."""
 
+    ignored = frozenset({"summary", "generate_summary"})
     effort: Effort | None = None
-    summary: Text | None = None
-    generate_summary: Text | None = None
     # accepted with the only value that changes nothing
     context: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
+
+
+class ItemStreamOptions(StreamOptions):
+    """Options of a stream, whose last event always has the usage."""
+
+    include_usage: Literal[False] = False
+    continuous_usage_stats: Literal[False] = False
 
 
 STATELESS = refused("the server stores no responses: send the whole conversation as input")
@@ -219,6 +226,8 @@ AnyChoice = Annotated[
 class ResponseBody(SamplingFields):
     """Body of ``POST /v1/responses``."""
 
+    # of OpenAI's own tools, and of Codex; metadata are repeated in the response
+    ignored = SamplingFields.ignored - {"metadata"} | {"max_tool_calls", "client_metadata"}
     input: Text | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "items")]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT32)
@@ -232,23 +241,23 @@ class ResponseBody(SamplingFields):
     chat_template_kwargs: Variables = Field(default_factory=dict)
     # accepted with the only value that changes nothing
     n: Literal[1] = 1
+    stream_options: ItemStreamOptions | None = None
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
-    metadata: Annotated[dict[str, Any], AfterValidator(check_json)] | None = None  # repeated in the response
     background: Annotated[Literal[False], refused("responses cannot run in the background: leave it out", False)] = False
-    # accepted and ignored
+    # accepted without effect on the answer
+    metadata: Annotated[dict[str, Any], AfterValidator(check_json)] | None = None  # repeated in the response
     include: list[
         Literal[
             "reasoning.encrypted_content",
             "web_search_call.action.sources",
+            "web_search_call.results",
             "code_interpreter_call.outputs",
             "computer_call_output.output.image_url",
             "file_search_call.results",
             "message.input_image.image_url",
         ]
     ] = Field(default_factory=list, max_length=16)
-    max_tool_calls: int | None = None  # of OpenAI's own tools
-    client_metadata: dict[str, Any] | None = None  # of Codex
     # refused
     messages: Annotated[None, refused("expected input")] = None
     max_tokens: Annotated[None, refused("expected max_output_tokens")] = None
@@ -315,7 +324,7 @@ class ResponseBody(SamplingFields):
         if isinstance(self.input, str):
             messages: list[dict[str, Any]] = [{"role": "user", "content": self.input}]
         else:
-            messages = _messages(self.input)
+            messages = _items_as_messages(self.input)
         if self.instructions:
             first = [message["content"] for message in takewhile(lambda message: message["role"] in SYSTEM, messages)]
             messages[: len(first)] = [{"role": "system", "content": "\n\n".join([self.instructions, *first])}]
@@ -364,7 +373,7 @@ def _name_in_chat(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+def _items_as_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return items as messages. Reasoning, text and calls that follow each other in this order are one message.
 
     So is text after calls, as in answers of chat: templates expect the results right after the message with the calls.

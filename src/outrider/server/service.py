@@ -46,7 +46,10 @@ Encode = Callable[[], Awaitable[list[list[int]]]]  # tokenizes the prompts of a 
 ParamsWith = Callable[[TokenGrammar | None], SamplingParams]
 Conversion = Callable[[Client], Coroutine[Any, Any, dict[str, Any]]]
 DONE = b"data: [DONE]\n\n"
-COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+# ASCII, because some clients split the lines of a stream at characters such as U+2028, too.
+COMPACT = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+PING_INTERVAL = 15.0  # seconds without an event after which a stream gets a ping: proxies close silent connections
+NO_RETRY = {"x-should-retry": "false"}  # otherwise OpenAI's and Anthropic's clients send the request again
 
 
 class Service:
@@ -70,6 +73,7 @@ class Service:
 
     async def completions(self, body: CompletionBody, http: Request) -> Response:
         """Handle ``POST /v1/completions``."""
+        self.check_model(body.model)
         given, call = body.prompts(), http.state.call
         answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens)
         answer.shows_special = not body.skip_special_tokens
@@ -114,11 +118,12 @@ class Service:
         return await self._convert(chat, http, lambda client: counted(chat, self._prompts, client))
 
     async def _chat(self, body: ChatBody, http: Request, answer: ChatAnswer) -> Response:
+        self.check_model(body.model)
+        self._replies.check(body)
         call = http.state.call
         answer.delimiters = self._replies.delimiters(body)
         whole = max(self.llm.runner.max_len, body.min_tokens)  # the context, which ends the reply in any case
         max_tokens = body.max_completion_tokens or body.max_tokens or whole
-        self._replies.check(body)
 
         async def encode() -> list[list[int]]:
             prompts = await self._prompts.chat(body, call.client)
@@ -144,8 +149,7 @@ class Service:
 
     async def _convert(self, body: TokenizeBody | DetokenizeBody | ChatBody, http: Request, work: Conversion) -> Response:
         """Return the result of ``work`` as JSON. The call takes a place in the queue and has the time limit of a completion."""
-        if body.model is not None:
-            self.check_model(body.model)
+        self.check_model(body.model)
         call = http.state.call
         with self.bridge.reserve_places(1, call.client):
             left = max(call.arrived + self.config.request_timeout - monotonic(), 0.0)
@@ -168,9 +172,9 @@ class Service:
         if self._record is not None:
             self._record.close()
 
-    def check_model(self, name: str) -> None:
-        """Raise ``UnknownModel`` unless this is the served model's name."""
-        if name != self.config.name:
+    def check_model(self, name: str | None) -> None:
+        """Raise ``UnknownModel`` unless this is the served model's name, or None."""
+        if name not in (None, self.config.name):
             raise UnknownModel(f"unknown model {name!r}: this server serves {self.config.name!r}")
 
     def unready(self) -> str | None:
@@ -193,8 +197,6 @@ class Service:
         self, body: SamplingFields, http: Request, answer: Answer, num_sequences: int, encode: Encode, params_with: ParamsWith
     ) -> Response:
         """Prepare the prompts, queue them and return the response, whole or as a stream."""
-        if body.model is not None:
-            self.check_model(body.model)
         most = self.config.max_choices
         if not 1 <= num_sequences <= most:
             raise OutriderError(f"invalid number of sequences {num_sequences} (prompts x n): expected 1 to {most}")
@@ -221,7 +223,7 @@ class Service:
     ) -> tuple[list[list[int]], SamplingParams]:
         """Return the token ids and sampling parameters; tokenization and grammar run in workers."""
         prompts = await encode()
-        grammar = await self._grammars.get(body.schema_asked, call.client, answer.preamble) if body.is_json else None
+        grammar = await self._grammars.get(body.output_schema, call.client, answer.preamble) if body.is_json else None
         params = params_with(grammar)
         if params.logprobs is not None:
             await self._in_helper_thread(self._tokens.load)
@@ -265,7 +267,7 @@ class RunningAnswer:
             async for emission in self._stream:
                 index = self._index[emission.request_id]
                 chunk = self.answer.add(index, emission)
-                self._clock(index, chunk)
+                self._record_latencies(index, chunk)
                 if chunk.finish_reason == "error":
                     raise self._failure(chunk.error or TARGET_FAILED)
                 yield index, chunk
@@ -291,17 +293,17 @@ class RunningAnswer:
                 completion.finish_reason = "abort"
                 self._metrics.ended("abort", len(completion.token_ids))
         usage = self.answer.usage()
-        self._call.facts |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
-        self._call.facts["finish_reason"] = [completion.finish_reason for completion in self.answer.choices]
+        self._call.log_fields |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+        self._call.log_fields["finish_reason"] = [completion.finish_reason for completion in self.answer.choices]
 
-    def _clock(self, index: int, chunk: Chunk) -> None:
+    def _record_latencies(self, index: int, chunk: Chunk) -> None:
         now, num_tokens = monotonic(), len(chunk.token_ids)
         if num_tokens and index in self._last:
             for _ in range(num_tokens):
                 self._metrics.between_tokens.observe((now - self._last[index]) / num_tokens)
         elif num_tokens:
             self._metrics.first_token.observe(now - self._call.arrived)
-            self._call.facts.setdefault("first_token_seconds", round(now - self._call.arrived, 4))
+            self._call.log_fields.setdefault("first_token_seconds", round(now - self._call.arrived, 4))
         self._last[index] = now
         if chunk.finish_reason is not None:
             self._metrics.whole.observe(now - self._call.arrived)
@@ -349,13 +351,9 @@ async def _whole(running: RunningAnswer, http: Request) -> Response:
         if not await _unless_disconnected(http, collect()):
             return Response(status_code=CLOSED)
         if all(completion.logprobs is None for completion in running.answer.choices):
-            whole = running.answer.whole()
-            try:
-                return JSONResponse(whole)
-            except UnicodeEncodeError:  # half a character in the arguments of a call
-                return Response(json.dumps(whole), media_type="application/json")
-        # Log-probabilities of many samples are megabytes of JSON: iterencode lets other threads run meanwhile.
-        content = await asyncio.to_thread(lambda: "".join(COMPACT.iterencode(running.answer.whole())))
+            content = COMPACT.encode(running.answer.response())
+        else:  # log-probabilities of many samples are megabytes of JSON: iterencode lets other threads run meanwhile
+            content = await asyncio.to_thread(lambda: "".join(COMPACT.iterencode(running.answer.response())))
         return Response(content, media_type="application/json")
     finally:
         running.close()
@@ -366,13 +364,29 @@ class EventStream(StreamingResponse):
 
     def __init__(self, running: RunningAnswer, options: StreamOptions) -> None:
         self._running, self._options = running, options
-        super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the second one is for nginx
+        super().__init__(self._with_pings(), media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._running.close()
+
+    async def _with_pings(self) -> AsyncIterator[bytes]:
+        """Iterate over the events, with a ping after each ``PING_INTERVAL`` seconds without one."""
+        events = self._events()
+        while True:
+            coming = asyncio.ensure_future(anext(events, None))
+            try:
+                while not (await asyncio.wait([coming], timeout=PING_INTERVAL))[0]:
+                    yield self._running.answer.ping
+            finally:
+                coming.cancel()  # if the client has disconnected
+            event = coming.result()
+            if event is None:
+                return
+            yield event
 
     async def _events(self) -> AsyncIterator[bytes]:
         answer = self._running.answer
@@ -388,7 +402,7 @@ class EventStream(StreamingResponse):
                 yield _event(event)
             return
         if self._options.include_usage:
-            yield _event(answer.last())
+            yield _event(answer.usage_chunk())
         if answer.ends_with_done:
             yield DONE
 
@@ -416,9 +430,9 @@ def as_http_error(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]
     if isinstance(error, Stopping):
         return 503, error_body(str(error), "server_error", "stopping"), {"retry-after": "5"}
     if isinstance(error, TimeoutError):
-        return 504, error_body("the answer exceeded the server's time limit", "server_error", "timeout"), {}
+        return 504, error_body("the answer exceeded the server's time limit", "server_error", "timeout"), NO_RETRY
     if isinstance(error, TargetFailed):
-        return 500, error_body(str(error), "server_error"), {}
+        return 500, error_body(str(error), "server_error"), NO_RETRY
     return 400, error_body(str(error), "invalid_request_error"), {}
 
 
