@@ -81,8 +81,8 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
         "ms to the first token, between tokens (p50/p95); error of predicted plain"
     )
     loops = (
-        "loops: share of tokens in loops; before: tokens before the first loop, which "
-        "the tables above cover. This table covers the whole outputs, loops included:"
+        "loops: share of tokens in loops; before: tokens before the first loop. Above, speeds, "
+        "acceptance and ms per round are for these; all else, and this table, is for whole outputs:"
     )
     found = [_table(speeds, SPEEDS, cells), _table(reasons, REASONS, cells), *_matrices(cells)]
     return [*found, _table(loops, LOOPS, result["cells"])] if any(cell["before_loops"] for cell in result["cells"]) else found
