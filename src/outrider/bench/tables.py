@@ -51,7 +51,7 @@ SPEEDS: Columns = {
     "speedup": lambda cell: number(cell["speedup"], 2),
     "95%": lambda cell: "" if is_plain(cell) else span(cell["speedup_interval"]),
     "tok/pass": lambda cell: number(cell["mean_acceptance_length"], 2),
-    "alpha": lambda cell: "" if is_plain(cell) else number(cell["acceptance_rate"], 2),
+    "alpha": lambda cell: number(cell["acceptance_rate"], 2),
     "ms": lambda cell: round_ms(cell["ms"]),
     "same": lambda cell: "" if is_plain(cell) else percent(cell["same_text"]),
 }

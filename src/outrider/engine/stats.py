@@ -111,9 +111,9 @@ class GenerationStats:
         return self.num_tokens / self.num_rounds if self.num_rounds else 1.0
 
     @property
-    def acceptance_rate(self) -> float:
-        """Return alpha: accepted drafts / drafts reached (of a tree: depths). 0 without drafts."""
-        return self.num_accepted / self.num_reached if self.num_reached else 0.0
+    def acceptance_rate(self) -> float | None:
+        """Return alpha: accepted drafts / drafts reached (of a tree: depths). None without drafts."""
+        return self.num_accepted / self.num_reached if self.num_reached else None
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -139,10 +139,10 @@ class GenerationStats:
     @property
     def expected_speedup(self) -> float | None:
         """Return the speedup by the formula at the measured alpha, c and mean K; compare with ``tok_s / plain_tok_s``."""
-        ratio = self.cost_ratio
-        if ratio is None:
+        alpha, ratio = self.acceptance_rate, self.cost_ratio
+        if alpha is None or ratio is None:
             return None
-        return expected_speedup(self.acceptance_rate, self.num_draft_steps / max(self.num_steps, 1), ratio)
+        return expected_speedup(alpha, self.num_draft_steps / max(self.num_steps, 1), ratio)
 
     @property
     def tok_s(self) -> float:
