@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from bench_documents import grid
 
 from outrider import OutriderError
 from outrider.bench import html
+from outrider.bench.breakdown import MEANING
 from outrider.bench.plots import plots
 
 FIGURES = {
@@ -151,3 +153,8 @@ def test_predicted_and_measured_plain_speeds_are_of_the_same_tokens() -> None:
     section = text[text.index(title) :]
     assert "100.0" in section[: section.index("Latency and memory")] and "77.7" in section
     assert "77.7" not in section[: section.index("Latency and memory")]
+
+
+def test_the_documentation_explains_the_parts_in_the_same_words() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+    assert [part for part, meaning in MEANING.items() if f"| `{part}` | {meaning} |" not in text] == []

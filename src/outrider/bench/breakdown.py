@@ -15,7 +15,7 @@ from outrider.engine.stats import expected_speedup
 PARTS = ("acceptance", "draft", "score", "verify", "host", "other")
 MEANING = {
     "acceptance": "drafts are not accepted independently with one probability",
-    "draft": "drafting takes more or less than K typical steps",
+    "draft": "drafting takes more or less than K typical steps: catching up, searching without a result",
     "score": "scoring the drafts takes longer than a plain pass",
     "verify": "the verifier takes longer than in plain decoding",
     "host": "the rest of a round takes longer than in plain decoding",

@@ -121,10 +121,14 @@ class Run:
         accepted = sum(depth > place for round_ in self.rounds for depth in round_.num_accepted)
         return accepted, sum(depth > place for round_ in self.rounds for depth in round_.num_reached)
 
-    def conditional_acceptance(self) -> list[float]:
-        """Return the share of reached drafts that were accepted, by position, up to the last one that was reached."""
+    def acceptance_counts(self) -> list[tuple[int, int]]:
+        """Return the accepted and the reached drafts by position, up to the last one that was reached."""
         longest = max((depth for round_ in self.rounds for depth in round_.num_reached), default=0)
-        return [accepted / reached for accepted, reached in map(self.reached, range(longest))]
+        return [self.reached(place) for place in range(longest)]
+
+    def conditional_acceptance(self) -> list[float]:
+        """Return the share of reached drafts that were accepted, by position."""
+        return [accepted / reached for accepted, reached in self.acceptance_counts()]
 
     @property
     def ms(self) -> dict[str, float]:
