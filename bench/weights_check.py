@@ -108,11 +108,13 @@ def main() -> int:
     parser.add_argument("--text", type=Path, required=True, help="held-out text")
     parser.add_argument("--tokens", type=count, default=16384, help="maximum tokens of the text (default: %(default)s)")
     parser.add_argument("--window", type=count, default=512, help="tokens of a window (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=count, default=64, help="tokens of a plain run (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=count, default=64, help="tokens of a plain run, at least 2 (default: %(default)s)")
     parser.add_argument("--max-len", type=count, default=1024, help="context length (default: %(default)s)")
     parser.add_argument("--repeat", type=count, default=5, help="runs and pairs of passes (default: %(default)s)")
     parser.add_argument("--compile", choices=("auto", "always", "never"), default="always", help="default: %(default)s")
     args = parsed(parser)
+    if args.max_tokens < 2:
+        parser.error("invalid --max-tokens 1: expected at least 2, because the first token is not timed")
     text = args.text.read_text(encoding="utf-8")
     cells = []
     for weights in (None, *BARS):

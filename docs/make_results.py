@@ -140,10 +140,10 @@ def bench_speeds(cell: Cell) -> Speeds:
 
 
 def paired_interval(base: Sequence[float], other: Sequence[float]) -> tuple[float, float] | None:
-    """Student's interval of the mean log ratio within a round; None with fewer than two rounds."""
-    ratios = [log(after / before) for before, after in zip(base, other, strict=True)]
-    if len(ratios) < 2:
+    """Student's interval of the mean log ratio within a round; None with fewer than two rounds, or a speed of 0."""
+    if len(base) < 2 or not all((*base, *other)):
         return None
+    ratios = [log(after / before) for before, after in zip(base, other, strict=True)]
     half = special.stdtrit(len(ratios) - 1, (1 + LEVEL) / 2) * stdev(ratios) / sqrt(len(ratios))
     return exp(fmean(ratios) - half), exp(fmean(ratios) + half)
 
@@ -166,9 +166,11 @@ def bench_table(document: Document) -> str:
             len(each) / sum(1 / one.other for one in each),
             each[0].interval if len(each) == 1 else None,
         )
-        alpha = fmean(headline(cell)["acceptance_rate"] for cell in group)
+        shown = [headline(cell) for cell in group]
+        # without drafts: null, in files of earlier versions 0
+        alphas = [cell["acceptance_rate"] for cell in shown if cell["mean_k"] and cell["acceptance_rate"] is not None]
         loops = fmean(cell["loop_share"] for cell in group)
-        rows.append([*key, *pooled.columns(), f"{alpha:.2f}", f"{loops:.0%}"])
+        rows.append([*key, *pooled.columns(), f"{fmean(alphas):.2f}" if alphas else "", f"{loops:.0%}"])
     return table(["workload", "temperature", "batch", "method", *COLUMNS, "alpha", "tokens in loops"], rows)
 
 
@@ -195,7 +197,7 @@ def peers_table(document: Document) -> str:
     If bits per weight were compared, the best cell of each engine is last, followed by the share of the memory bandwidth.
     """
     name = str(document.get("best_by", "tok_s"))
-    measured = [cell for cell in document["cells"] if cell.get("tok_s") and not cell.get("error")]
+    measured = [cell for cell in document["cells"] if cell.get(name) and not cell.get("error")]
     has_bits = any(cell.get("bits") for cell in measured)
     rows = []
     for cell, own in peer_pairs(measured):

@@ -31,7 +31,7 @@ def cell(
         "repeat_tok_s": speeds,
         "repeat_speedup": speedups,
         "mean_acceptance_length": 1.0 if is_plain else 2.5,
-        "acceptance_rate": 0.0 if is_plain else 0.7,
+        "acceptance_rate": None if is_plain else 0.7,
         "acceptance_histogram": {"0": 40} if is_plain else {str(n): 10 + 5 * n for n in range(longest + 1)},
         "acceptance_by_position": [0.7**place for place in range(1, longest + 1)],
         "conditional_acceptance": [0.7 for _ in range(longest)],

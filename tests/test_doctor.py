@@ -203,7 +203,7 @@ def test_without_drafts_no_gain_and_no_acceptance_are_reported(target):
     ],
 )
 def test_the_verdict_agrees_with_the_speed(tok_s, best_k, verdict):
-    found = doctor.Checkup(acceptance=doctor.Acceptance([0.5], 2.0, 100.0, tok_s, best_k, num_prompts=4))
+    found = doctor.Checkup(acceptance=doctor.Acceptance([0.5], 2.0, 100.0, tok_s, best_k, num_prompts=4, k=5))
     assert found.verdict.startswith(verdict)
 
 
@@ -256,6 +256,13 @@ def test_the_fitting_alternative_is_named_at_low_acceptance(target):
     assert not found.fits and level_of(found, "head") == "note"
     assert level_of(found, "options") == "suspicious"
     assert "guessing:layer=3 fits better" in found.findings[-1].text
+
+
+@pytest.mark.usefixtures("guessing")
+def test_a_method_that_makes_fewer_drafts_is_judged_by_these(target, monkeypatch):
+    monkeypatch.setattr(Guessing, "max_drafts", 2)
+    found = examined(target, method="guessing:layer=3")
+    assert found.acceptance.k == 2 and found.acceptance.best_k <= 2 and "with 2 drafts per round" in found.verdict
 
 
 @pytest.mark.usefixtures("guessing")

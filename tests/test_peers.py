@@ -7,7 +7,9 @@ import gzip
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -365,6 +367,23 @@ def test_brackets_in_an_error_are_not_markup(peers: Any, tmp_path: Path) -> None
 def test_the_best_of_each_engine_is_its_fastest_cell(peers: Any) -> None:
     cells = [{"engine": name, "tok_s": rate} for name, rate in (("a", 1.0), ("a", 3.0), ("b", 2.0), ("a", 2.0))]
     assert {name: cell["tok_s"] for name, cell in peers.report.best_of_each(cells, "tok_s").items()} == {"a": 3.0, "b": 2.0}
+
+
+def test_a_rate_that_was_not_measured_in_each_round_is_left_out(peers: Any) -> None:
+    setting = peers.engines.Setting("plain", "auto")
+    worker = object.__new__(peers.client.Worker)
+    worker.spec, worker.job = peers.engines.ENGINES["llamacpp"], SimpleNamespace(max_tokens=1, temperature=0.0)
+    answer = {"tokens": 1, "first_tokens": 1, "seconds": 2.0, "first_seconds": 2.0, "token_ids": [[7]]}
+    worker._ask = lambda request: answer | {"meta": {"dtype": "auto", "peak_rss_mb": 1}}
+    single = worker.measure(setting, [[1]], 0)  # all tokens were in the first chunk
+    found = [peers.rounds.Contestant(peers.engines.ENGINES[name], setting) for name in ("outrider", "llamacpp")]
+    for each, second in zip(found, (replace(single, decode_tok_s=5.0), single), strict=True):
+        each.record(replace(single, decode_tok_s=4.0), [0])
+        each.record(second, [0])
+    cells = [peers.rounds.cell(each, found[0], peers.rounds.Group("plain", 8)) for each in found]
+    assert cells[0]["decode_tok_s"] == 4.5 and "decode_tok_s" not in cells[1] and "decode_ratio" not in cells[1]
+    assert cells[1]["ratio"] == 1.0 and json.dumps(cells, allow_nan=False)
+    assert peers.report.tables({"cells": cells, "bandwidth": [], "best_by": "decode_tok_s"})
 
 
 def test_engines_do_not_inherit_how_outrider_lets_openmp_wait(

@@ -101,6 +101,14 @@ def test_figures_before_loops_are_the_ones_published(make: ModuleType) -> None:
     assert "| 20 | 40 | 2.00 | 1.90 to 2.10 |" in text and "40%" in text
 
 
+def test_cells_without_drafts_do_not_count_in_the_mean_alpha(make: ModuleType) -> None:
+    drafted = result([30.0] * 3)["cells"][1]
+    idle = drafted | {"acceptance_rate": None, "mean_k": 0.0}
+    earlier = idle | {"acceptance_rate": 0.0}
+    assert "| 0.70 | 0% |" in make.bench_table(document([drafted, *[idle, earlier] * 20]))  # a large grid: workloads combined
+    assert "|  | 0% |" in make.bench_table(document([idle, earlier]))
+
+
 def test_measurements_with_busy_processes_are_rows_of_their_own(make: ModuleType) -> None:
     quiet, busy = result([40.0] * 3), result([30.0] * 3)
     for each in busy["cells"]:
@@ -133,6 +141,7 @@ def test_intervals_of_servers_and_peers_are_of_ratios_within_a_round(make: Modul
     assert low == pytest.approx(2.0) and high == pytest.approx(2.0)
     low, high = make.paired_interval([10.0, 10.0, 10.0], [19.0, 20.0, 21.0])
     assert low < 2 < high and high - low > 0.3
+    assert make.paired_interval([10.0, 10.0, 10.0], [19.0, 0.0, 21.0]) is None
 
 
 def peer(engine: str, method: str, bits: int | str, speed: float, **more: Any) -> dict[str, Any]:

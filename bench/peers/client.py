@@ -40,7 +40,7 @@ class Measurement:
     """One answer of a worker."""
 
     tok_s: float  # all tokens / total time, prefill included
-    decode_tok_s: float  # tokens after the first chunk / time after it
+    decode_tok_s: float | None  # tokens after the first chunk / time after it; None with a single chunk
     first_s: float  # seconds from the request to the first chunk, mean over the prompts
     token_ids: list[list[int]]
     other_cpu: float  # share of the machine used by other processes; above a few percent, ratios are unreliable
@@ -114,7 +114,7 @@ class Worker:
         rest_seconds = answer["seconds"] - answer["first_seconds"]
         return Measurement(
             tok_s=answer["tokens"] / answer["seconds"],
-            decode_tok_s=rest / rest_seconds if rest and rest_seconds > 0 else float("nan"),
+            decode_tok_s=rest / rest_seconds if rest and rest_seconds > 0 else None,
             first_s=answer["first_seconds"] / len(prompts),
             token_ids=answer["token_ids"],
             other_cpu=other_cpu,

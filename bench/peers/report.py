@@ -54,7 +54,7 @@ def _row(entry: dict[str, Any]) -> list[str]:
         entry["meta"]["dtype"],
         "-" if entry["method"] == "plain" else f"{schedule}{entry['k']}",
         f"{entry['tok_s']:.1f}",
-        f"{entry['decode_tok_s']:.1f}",
+        f"{entry['decode_tok_s']:.1f}" if "decode_tok_s" in entry else "",
         f"{entry['ratio']:.2f}x" if "ratio" in entry else "",
         f"{entry['decode_ratio']:.2f}x" if "decode_ratio" in entry else "",
         f"{entry['same_text']:.0%}" if "same_text" in entry else "",

@@ -44,8 +44,10 @@ class Contestant:
     unstable: set[int] = field(default_factory=set)  # prompts whose output changed in a later round
     error: str | None = None
 
-    def rates(self, name: str) -> list[float]:
-        return [getattr(measurement, name) for measurement in self.rounds]
+    def rates(self, name: str) -> list[float] | None:
+        """Return the value of each round, or None if a round has none."""
+        found = [getattr(measurement, name) for measurement in self.rounds]
+        return None if None in found else found
 
     def record(self, measurement: Measurement, prompts: list[int]) -> None:
         """Record one round over the prompts of these indices."""
@@ -126,7 +128,7 @@ class Screen:
                 worker = self.workers.get(spec, setting)
                 worker.measure(setting, self.prompts[:1], seed, WARM_TOKENS)
                 measured = worker.measure(setting, self.prompts, seed)
-                rates[setting] = getattr(measured, self.rate)
+                rates[setting] = getattr(measured, self.rate) or 0.0
                 row |= {"tok_s": measured.tok_s, "decode_tok_s": measured.decode_tok_s}
                 row["other_cpu"] = measured.other_cpu
             except WorkerError as error:
@@ -191,9 +193,9 @@ def cell(contestant: Contestant, reference: Contestant | None, group: Group) -> 
     names = ("first_s",) if group.prompt_tokens else ("tok_s", "decode_tok_s", "first_s")
     for name in names:
         rates = contestant.rates(name)
-        result[name] = statistics.median(rates)
-        result[f"{name}_rounds"] = rates
-    result["other_cpu"] = statistics.median(contestant.rates("other_cpu"))
+        if rates is not None:
+            result[name], result[f"{name}_rounds"] = statistics.median(rates), rates
+    result["other_cpu"] = statistics.median(measurement.other_cpu for measurement in contestant.rounds)
     result["meta"] = contestant.rounds[-1].meta
     result["texts"] = {str(index): text for index, text in sorted(contestant.texts.items())}
     result["unstable"] = len(contestant.unstable)
@@ -209,7 +211,10 @@ def _ratios(ours: Contestant, peer: Contestant, names: tuple[str, ...]) -> dict[
     """Return Outrider's speed / the peer's, paired by round; for first-token times, the peer's / Outrider's."""
     result: dict[str, Any] = {}
     for name in names:
-        pairs = [mine / theirs for mine, theirs in zip(ours.rates(name), peer.rates(name), strict=False)]
+        mine, theirs = ours.rates(name), peer.rates(name)
+        if mine is None or theirs is None:
+            continue
+        pairs = [own / other for own, other in zip(mine, theirs, strict=False)]
         if name == "first_s":
             pairs = [1 / pair for pair in pairs]
         result[RATIOS[name]] = statistics.median(pairs)

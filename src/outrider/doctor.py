@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from outrider.runner import ModelRunner
 
 WORKLOADS = ("code", "story", "json", "math")  # one prompt each
-K = 5  # drafts per round while acceptance is measured
+K = 5  # drafts per round while acceptance is measured, if the method makes as many
 # Acceptance of the first draft: below the first limit it does not fit, below the second it is suspicious.
 HOPELESS, DOUBTFUL = 0.1, 0.35
 EXPENSIVE = 1.8  # time of a pass with K drafts / time of one without, from which it is reported as expensive
@@ -61,6 +61,7 @@ class Acceptance:
     tok_s: float
     best_k: int  # fastest K by measured acceptance and cost; 0 if drafts do not pay
     num_prompts: int
+    k: int  # drafts per round that were requested
 
     @property
     def speedup(self) -> float:
@@ -85,7 +86,7 @@ class Checkup:
             return "does not fit: see the lines marked wrong."
         assert self.acceptance is not None
         doubts = any(finding.level == "suspicious" for finding in self.findings)
-        gain = f"{self.acceptance.speedup:.2f} times plain decoding's speed with {K} drafts per round"
+        gain = f"{self.acceptance.speedup:.2f} times plain decoding's speed with {self.acceptance.k} drafts per round"
         if self.acceptance.best_k == 0:
             return f"fits, but gains nothing on this machine: {gain}."
         slower = ", but is slower on this machine" if self.acceptance.speedup < 1 else ""
@@ -169,7 +170,9 @@ def _measured(
     Returns the speculative run.
     """
     plain, drafted = _in_turn(patient, contenders, prompts, progress)
-    checkup.acceptance = found = _acceptance(plain, drafted, len(prompts))
+    k, longest = (contenders.prepare(Contender(patient.method, length)).k for length in (K, 2 * K))  # at most what it drafts
+    assert isinstance(k, int) and isinstance(longest, int)
+    checkup.acceptance = found = _acceptance(plain, drafted, len(prompts), k, longest)
     if drafted.faults:
         yield Finding("wrong", "drafting", f"the proposer failed in {drafted.faults} rounds, which continued without drafts")
     first = found.by_position[0] if found.by_position else 0.0
@@ -194,17 +197,18 @@ def _measured(
     return drafted
 
 
-def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
+def _acceptance(plain: Run, drafted: Run, num_prompts: int, k: int, longest: int) -> Acceptance:
+    """Return acceptance and speed, and the fastest number of drafts up to ``longest``. ``k``: drafts requested per round."""
     stats, whole = drafted.stats, sum(plain.ms.values()) / 1e3
     step = stats.times.draft / max(stats.num_draft_steps, 1)  # a tree's level, not its nodes: lengths are those of chains
-    rate = stats.acceptance_rate
+    rate = stats.acceptance_rate or 0.0
     score = max(drafted.ms["score"] + drafted.ms["verify"] + drafted.ms["host"], 1e-6) / 1e3
     # The score's time is a line through those of a plain round and of the measured one.
-    speeds = [expected_tau(rate, k) / (k * step + whole + (score - whole) * k / K) if k else 1 / max(whole, 1e-9)
-              for k in range(2 * K + 1)]  # fmt: skip
-    best = max(range(len(speeds)), key=lambda k: speeds[k]) if stats.num_drafts else 0
+    speeds = [expected_tau(rate, n) / (n * step + whole + (score - whole) * n / k) if n else 1 / max(whole, 1e-9)
+              for n in range(longest + 1)]  # fmt: skip
+    best = max(range(len(speeds)), key=lambda n: speeds[n]) if stats.num_drafts else 0
     tau = stats.mean_acceptance_length
-    return Acceptance(drafted.conditional_acceptance(), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
+    return Acceptance(drafted.conditional_acceptance(), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts, k)
 
 
 def _try_alternatives(

@@ -15,7 +15,7 @@ from outrider.bench import cells, grid, workloads
 from outrider.bench.breakdown import PARTS, Rounds, main_part
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
-from outrider.bench.measure import Batch, PeakMemory, Run, generate
+from outrider.bench.measure import Arrival, Batch, PeakMemory, Run, batch_of, generate, pauses
 from outrider.types import Context, OutriderError, PhaseTimes, Proposal, Round, Scores
 
 NGRAM = Contender("ngram", 3)
@@ -164,6 +164,20 @@ def test_decoding_starts_after_the_first_tokens_of_every_prompt(tmp_path: Path) 
     assert cell["time_to_first_token_ms"]["p50"] == pytest.approx(1e3 * batch.waits[0], rel=1e-3)
 
 
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_the_order_of_prompts_within_a_round_does_not_matter(is_swapped: bool) -> None:
+    def at(seconds: float, num_rounds: int, *num_tokens: int) -> list[Arrival]:
+        found = [Arrival(seconds, prompt, count, num_rounds) for prompt, count in enumerate(num_tokens) if count]
+        return found[::-1] if is_swapped else found
+
+    arrivals = [*at(0.5, 0, 1), *at(1.0, 1, 3), *at(2.0, 1, 4, 1), *at(3.0, 2, 6, 2), *at(3.5, 3, 7, 4)]
+    batch = batch_of(arrivals, rounds(1, 1, 0), 4.0, 9.0)  # the second prompt was prefilled in the third pass
+    assert (batch.num_tokens, batch.first_tokens, batch.first_seconds) == (11, 4 + 1, 2.0)
+    assert batch.waits == (0.5, 2.0) and len(batch.rounds) == 2 and batch.plain_seconds == 9.0
+    assert [each.num_rounds for each in batch.arrivals] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert sorted(pauses(arrivals)) == [(0.5, 1), (0.5, 2), (0.5, 2), (1.0, 1), (1.0, 1), (1.0, 2)]
+
+
 def test_a_failing_target_ends_the_measurement(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     score = llm.runner.score
 
@@ -228,6 +242,13 @@ def test_acceptance_by_position_covers_rounds_and_reached_drafts() -> None:
     assert cell["acceptance_by_position"] == pytest.approx([2 / 3, 2 / 3, 1 / 3, 1 / 3], abs=1e-4)
     assert cell["conditional_acceptance"] == pytest.approx([2 / 3, 1, 0.5, 1], abs=1e-4)
     assert cell["mean_k"] == 4 and cell["draft_acceptance_rate"] == 0.5
+
+
+def test_acceptance_without_drafts_is_unknown() -> None:
+    run = Run(batches=[Batch(3, 1.0, rounds=rounds(0, 0, lens=0))], token_ids=[[1, 2, 3]])
+    cell = cells.cells([Group(0.0, 1, "x", [{PLAIN_CONTENDER: run, NGRAM: run}])])[1]
+    assert run.stats.acceptance_rate is cell["acceptance_rate"] is cell["expected_speedup"] is None
+    assert cell["acceptance_by_position"] == cell["conditional_acceptance"] == []
 
 
 def test_reached_drafts_of_a_tree_are_counted_by_depth() -> None:

@@ -34,6 +34,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> object:
         ("inflate", ["nowhere", "out"], "nowhere is not a model folder"),
         ("faults", ["--only", "typo"], "no fault begins with 'typo'"),
         ("faults", ["--only", "disk", "--page", "page.md"], "give it without --only"),
+        ("weights_check", ["--text", "file", "--max-tokens", "1"], "invalid --max-tokens 1: expected at least 2"),
     ],
 )
 def test_invalid_input_ends_a_check_before_it_runs(

@@ -78,6 +78,19 @@ def test_on_another_machine_only_speedups_are_compared() -> None:
     assert compare(measured(1), measured(2, plain=200, draft=220, device="cpu: fast")).has_loss
 
 
+def test_on_another_machine_other_plain_speeds_are_no_changes() -> None:
+    found = compare(measured(1), measured(2, plain=50, draft=75, device="cpu: slow"))
+    assert found.verdict.startswith("12 cells compared, 0 changed significantly, 0 for the worse")
+    assert compare(measured(1), measured(2, plain=200, draft=220, device="cpu: fast")).verdict.startswith(
+        "12 cells compared, 6 changed significantly, 6 for the worse"
+    )
+    plain = measured(1, device="cpu: slow")
+    plain["cells"] = [each for each in plain["cells"] if each["method"] == "plain"]  # type: ignore[attr-defined]
+    assert compare(measured(1), plain).verdict == (
+        "nothing to compare: the documents are of different machines and have no common cell with drafts"
+    )
+
+
 def test_one_repeat_is_too_few() -> None:
     one = document([cell("plain", 0, [100.0], [100.0]), cell("draft", 4, [150.0], [100.0])])
     two = document([cell("plain", 0, [10.0], [10.0]), cell("draft", 4, [15.0], [10.0])])

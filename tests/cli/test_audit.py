@@ -15,8 +15,9 @@ from tiny_hybrids import hybrid
 
 from outrider.audit import same_text, sampling, tables
 from outrider.bench.workloads import Prompt
-from outrider.cli.audit import encode_prompts
+from outrider.cli.audit import encode_prompts, stages
 from outrider.errors import OutriderError
+from outrider.progress import Progress
 from outrider.sampling_params import SamplingParams
 
 Run = Callable[..., "tuple[int, str, str]"]
@@ -197,7 +198,7 @@ def test_brackets_are_not_markup_and_failing_drafts_are_reported(tmp_path: Path)
         screen.seek(0)
         shown = screen.read()
     assert "./a[/b]" in shown and "./my[/model]" in shown and "a[/b]: c[/d]" in shown
-    assert "the proposer failed in 4 rounds" in shown and "the proposer failed in 4 rounds" in tables.page(result)
+    assert "the proposer failed 4 time(s)" in shown and "the proposer failed 4 time(s)" in tables.page(result)
 
 
 def test_a_prompt_without_tokens_is_named() -> None:
@@ -206,3 +207,17 @@ def test_a_prompt_without_tokens_is_named() -> None:
         encode_prompts(llm, [Prompt("audit", "a"), Prompt("audit", "")], max_tokens=4, longest=2)
     with pytest.raises(OutriderError, match=r"prompt 1 has 97 tokens; with the 8 tokens of .* exceeds the context of 100"):
         encode_prompts(llm, [Prompt("audit", "a" * 97)], max_tokens=4, longest=2)
+
+
+def test_the_remaining_time_is_that_of_the_samples_without_the_planning_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [0.0], list[Progress]()
+    monkeypatch.setattr("outrider.cli.audit.perf_counter", lambda: now[0])
+    say = stages(told.append, "draft")
+    say("planning", 0, 0)
+    now[0] = 1000.0
+    say("as it is", 0, 200.0)
+    now[0] = 1010.0
+    say("as it is", 50, 200.0)
+    assert told[-1] == Progress(50, 200, 30.0, "draft: as it is")
+    say("as it is", 200, 200.0)  # a control took more samples than planned
+    assert told[-1] == Progress(250, 250, 0.0, "draft: as it is")

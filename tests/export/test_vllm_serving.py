@@ -24,7 +24,7 @@ import openai
 import pytest
 
 from outrider import LLM, SamplingParams, ScriptedProposer
-from outrider.bench.load.counters import Counters, parse
+from outrider.bench.load.counters import ACCEPTED, DRAFTS, ROUNDS, parse
 from outrider.bench.workloads import as_text, builtin
 from outrider.engine.plan import Plan
 from outrider.export.deployment import read_deployment
@@ -78,8 +78,8 @@ def serving(plan: Path, *options: str) -> Iterator[str]:
             process.kill()
 
 
-def counted_by_vllm(plan: Path, *options: str) -> Counters:
-    """Send prompts with OpenAI's client and return vLLM's draft counters for them."""
+def counted_by_vllm(plan: Path, *options: str) -> list[float]:
+    """Send prompts with OpenAI's client and return vLLM's rounds with drafts, drafts and accepted drafts."""
     with serving(plan, *options) as url:
         client = openai.OpenAI(base_url=url + "/v1", api_key="none", timeout=600)
         assert [model.id for model in client.models.list()] == ["outrider"]
@@ -88,23 +88,24 @@ def counted_by_vllm(plan: Path, *options: str) -> Counters:
                 model="outrider", prompt=prompt, max_tokens=MAX_TOKENS, temperature=0, extra_body={"ignore_eos": True}
             )
             assert answer.usage is not None and answer.usage.completion_tokens == MAX_TOKENS
-        return parse(httpx.get(url + "/metrics", timeout=60).text)
+        counters = parse(httpx.get(url + "/metrics", timeout=60).text)
+        return [counters[name, ""] for name in (ROUNDS, DRAFTS, ACCEPTED)]
 
 
-def counted_by_outrider(**options: Any) -> Counters:
+def counted_by_outrider(**options: Any) -> list[float]:
     """Generate for the same prompts, one by one, in this process, and return the counters."""
     llm = LLM(dtype="float32", max_len=MAX_LEN, num_draft_tokens=K, compile="never", **options)
     for prompt in PROMPTS:
         llm.generate(prompt, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
     stats = llm.engine.stats
-    return Counters(float(stats.num_drafted_rounds), float(stats.num_drafts), float(stats.num_accepted))
+    return [stats.num_drafted_rounds, stats.num_drafts, stats.num_accepted]
 
 
-def compare(theirs: Counters, ours: Counters) -> None:
+def compare(theirs: list[float], ours: list[float]) -> None:
     """Compare tokens per round with drafts, and the share of accepted drafts."""
-    assert theirs.rounds and ours.rounds
-    lengths = [1 + each.accepted / each.rounds for each in (theirs, ours)]
-    rates = [each.accepted / each.drafts for each in (theirs, ours)]
+    assert theirs[0] and ours[0]
+    lengths = [1 + accepted / rounds for rounds, _, accepted in (theirs, ours)]
+    rates = [accepted / drafts for _, drafts, accepted in (theirs, ours)]
     assert lengths[0] == pytest.approx(lengths[1], rel=WITHIN), (theirs, ours)
     assert rates[0] == pytest.approx(rates[1], rel=WITHIN), (theirs, ours)
 

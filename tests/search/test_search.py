@@ -60,7 +60,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Speed], list[tuple[str, 
             ran.append((contender.label, len(prompts)))
             seconds = (1 + 0.01 * (len(ran) % 3)) / speed(contender)
             rounds = [SimpleNamespace(num_accepted=[1])] * 12
-            batches = [SimpleNamespace(rounds=rounds)]
+            batches = [SimpleNamespace(rounds=rounds, first_tokens=1)]
             stats = SimpleNamespace(mean_acceptance_length=2.0)
             return SimpleNamespace(seconds=seconds, first_seconds=0.0, stats=stats, faults=0, batches=batches)
 
@@ -332,7 +332,7 @@ def test_a_journal_of_another_search_is_rejected(tmp_path: Path) -> None:
         Journal(file, {}, resume=True)
 
 
-RUN = {"seconds": 1.0, "tau": 2.0, "accepted": [1, 0], "decode_seconds": 0.5}
+RUN = {"seconds": 1.0, "tau": 2.0, "first_tokens": 1, "accepted": [1, 0], "decode_seconds": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -345,6 +345,7 @@ RUN = {"seconds": 1.0, "tau": 2.0, "accepted": [1, 0], "decode_seconds": 0.5}
         {"found": {"rung 1": {"a": RUN | {"seconds": 0}}}},
         {"found": {"rung 1": {"a": RUN | {"tau": None}}}},
         {"found": {"rung 1": {"a": RUN | {"accepted": 3}}}},
+        {"found": {"rung 1": {"a": {name: value for name, value in RUN.items() if name != "first_tokens"}}}},
         {"found": {"rung 1": {"a": RUN | {"decode_seconds": -1}}}},
         {"found": {"recorded": {"0": "x"}}},
         {"found": {"recorded": {"0": [[1.5]]}}},

@@ -42,7 +42,7 @@ class AuditRunner:
     def __init__(self, target: ModelRunner, batch: int | None = None) -> None:
         """``batch``: number of concurrent sequences; None for the target's maximum."""
         self.target, self.batch = target, batch or target.max_batch
-        self.faults = 0  # rounds with proposer failures so far
+        self.faults = 0  # proposer failures so far, once for each affected request
 
     def generate(self, setup: RoundSetup, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Emission]:
         """Generate one output per prompt, in batches."""

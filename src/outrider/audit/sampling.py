@@ -238,6 +238,7 @@ def samples_for_tv(runner: AuditRunner, settings: AuditSettings) -> float:
 
 def judge(runner: AuditRunner, setup: RoundSetup, settings: AuditSettings, plan: SamplePlan, report: ReportProgress) -> Outcome:
     """Draw all samples of the plan with the audited verifier."""
+    report(AS_IS, 0, plan.total)
     before = runner.faults
     stages = list(plan.samples.items())
     *_, outcome = _outcomes(runner, setup, settings, stages, 1, lambda part, done: report(part, done, plan.total))

@@ -15,7 +15,7 @@ from outrider.engine.stats import expected_speedup
 PARTS = ("acceptance", "draft", "score", "verify", "host", "other")
 MEANING = {
     "acceptance": "drafts are not accepted independently with one probability",
-    "draft": "drafting takes more or less than K typical steps",
+    "draft": "drafting takes more or less than K typical steps: catching up, searching without a result",
     "score": "scoring the drafts takes longer than a plain pass",
     "verify": "the verifier takes longer than in plain decoding",
     "host": "the rest of a round takes longer than in plain decoding",
@@ -30,7 +30,7 @@ class Rounds:
     ms: Mapping[str, float]
     plain_ms: Mapping[str, float]
     tau: float
-    alpha: float
+    alpha: float | None  # None without drafts
     k: float  # mean length of the longest path
     step_ms: float  # milliseconds of a typical draft step
 
@@ -42,7 +42,9 @@ class Rounds:
     @property
     def expected(self) -> float | None:
         """Return the formula's speedup at the measured alpha, K and c."""
-        return None if self.cost_ratio is None else expected_speedup(self.alpha, self.k, self.cost_ratio)
+        if self.alpha is None or self.cost_ratio is None:
+            return None
+        return expected_speedup(self.alpha, self.k, self.cost_ratio)
 
     def difference(self, measured: float) -> dict[str, float] | None:
         """Return measured - expected speedup as a sum over parts: assumptions are replaced by measurements one by one."""

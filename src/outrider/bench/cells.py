@@ -137,15 +137,14 @@ def _decode_speedup(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
 def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     """Return acceptance counts over all repeats."""
     total = _added(runs)
-    stats, conditional = total.stats, total.conditional_acceptance()
-    by_position = stats.acceptance_by_position + [0.0] * (len(conditional) - max(stats.acceptance_histogram, default=0))
+    stats, by_position = total.stats, total.acceptance_counts()
     return {
         "mean_acceptance_length": stats.mean_acceptance_length,
         "acceptance_rate": stats.acceptance_rate,
         "draft_acceptance_rate": stats.draft_acceptance_rate,
         "acceptance_histogram": {str(n): rounds for n, rounds in sorted(stats.acceptance_histogram.items())},
-        "acceptance_by_position": by_position,
-        "conditional_acceptance": conditional,
+        "acceptance_by_position": [accepted / stats.num_rounds for accepted, _ in by_position],
+        "conditional_acceptance": [accepted / reached for accepted, reached in by_position],
     }
 
 

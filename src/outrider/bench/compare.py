@@ -71,6 +71,12 @@ class CellChange:
         return self.tok_s if self.same_machine else None if is_plain(self.after) else self.speedup
 
     @property
+    def has_changed(self) -> bool:
+        """Return whether a compared figure changed significantly: the speedup or, on the same machine, tokens per second."""
+        compared = (self.speedup, self.tok_s) if self.same_machine else (self.speedup,)
+        return any(found is not None and found.direction for found in compared)
+
+    @property
     def is_loss(self) -> bool:
         """Return whether the cell is slower (on another machine: by speedup) or has fewer equal outputs."""
         return self.texts_differ_more or (self.judged is not None and self.judged.direction < 0)
@@ -106,12 +112,13 @@ class Comparison:
         """Return a one-line summary."""
         if not self.changes:
             return "nothing to compare: the documents have no common cell"
-        moved = [each for each in self.changes if not each.verdict.startswith((NO_CHANGE, "too few"))]
+        if all(is_plain(each.after) and not each.same_machine for each in self.changes):
+            return "nothing to compare: the documents are of different machines and have no common cell with drafts"
         lost = sum(each.is_loss for each in self.changes)
         count = f"{len(self.changes)} cell{'s' * (len(self.changes) > 1)} compared"
         if not self.is_tested:
             return f"{count}, but too few repeats to test anything, {lost} for the worse: measure with --repeat 5 or more"
-        line = f"{count}, {len(moved)} changed significantly, {lost} for the worse"
+        line = f"{count}, {sum(each.has_changed for each in self.changes)} changed significantly, {lost} for the worse"
         if self.undetected > COARSE:
             line += f"; too few repeats to detect a slowdown below {self.undetected:.0%}: measure with a larger --repeat"
         return line

@@ -39,8 +39,8 @@ class GridPlan:
     seed: int = 0
     busy: tuple[int, ...] = (0,)  # numbers of other busy processes
 
-    def groups(self) -> Iterator[tuple[float, int, str, int]]:
-        """Return the conditions: temperature, batch, workload, busy processes."""
+    def conditions(self) -> Iterator[tuple[float, int, str, int]]:
+        """Yield temperature, batch, workload and busy processes of each condition."""
         return product(self.temperatures, self.batches, self.workloads, self.busy)
 
     @property
@@ -76,7 +76,7 @@ def run_grid(
     warm: set[tuple[Contender, int]] = set()
     done, started = 0, perf_counter()
     spent_warming = 0.0
-    for temperature, batch, workload, busy in plan.groups():
+    for temperature, batch, workload, busy in plan.conditions():
         group = Group(temperature, batch, workload, busy=busy)
         prompts = plan.workloads[workload]
         order = [PLAIN_CONTENDER, *plan.contenders]

@@ -29,7 +29,8 @@ def page(result: Mapping[str, Any]) -> str:
     check_installed()
     from outrider.bench.plots import plots
 
-    cells = [headline(cell) for cell in result["cells"]]
+    whole: Sequence[Cell] = result["cells"]
+    cells = [headline(cell) for cell in whole]
     return render(
         result,
         title="Outrider benchmark",
@@ -38,7 +39,7 @@ def page(result: Mapping[str, Any]) -> str:
             (_heading(temperature, cells), plots(at(cells, temperature=temperature)))
             for temperature in distinct(cells, "temperature")
         ],
-        tables=[_reasons(cells), _predictions(cells), _latencies(cells), _loops(result["cells"]), _all(cells)],
+        tables=[_reasons(cells), _predictions(whole), _latencies(whole), _loops(whole), _all(cells)],
         meaning=MEANING,
     )
 
@@ -77,7 +78,7 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
         found.append(f"In {differing} cells some outputs differ from plain decoding's: see the last table.")
     faults = sum(cell["faults"] for cell in result["cells"])
     if faults:
-        found.append(f"Proposers failed {faults} times; those requests continued without drafts.")
+        found.append(f"Proposers failed {faults} times, counted by request; those requests continued without drafts.")
     return found
 
 
@@ -123,8 +124,9 @@ def _loops(cells: Sequence[Cell]) -> Section:
         figures = [number(part[name], digits) for name, digits in keys.items() for part in parts]
         rows.append([condition(cell), label(cell), *shares, str(cell["tokens_before_loops"]), *figures])
     note = (
-        f"A loop: at most {MAX_PERIOD} tokens, repeated {MIN_REPEATS} times or more. Loops are easy to draft, so all other "
-        "results of a condition with loops are for the tokens before the first loop of each output."
+        f"A loop: at most {MAX_PERIOD} tokens, repeated {MIN_REPEATS} times or more. Loops are easy to draft, so elsewhere "
+        "speeds, acceptance and milliseconds per round are for the tokens before the first loop of each output; latencies, "
+        "same text, memory and the predicted plain speed are for whole outputs."
     )
     return "Loops", note, columns, rows
 

@@ -121,10 +121,14 @@ class Run:
         accepted = sum(depth > place for round_ in self.rounds for depth in round_.num_accepted)
         return accepted, sum(depth > place for round_ in self.rounds for depth in round_.num_reached)
 
-    def conditional_acceptance(self) -> list[float]:
-        """Return the share of reached drafts that were accepted, by position, up to the last one that was reached."""
+    def acceptance_counts(self) -> list[tuple[int, int]]:
+        """Return the accepted and the reached drafts by position, up to the last one that was reached."""
         longest = max((depth for round_ in self.rounds for depth in round_.num_reached), default=0)
-        return [accepted / reached for accepted, reached in map(self.reached, range(longest))]
+        return [self.reached(place) for place in range(longest)]
+
+    def conditional_acceptance(self) -> list[float]:
+        """Return the share of reached drafts that were accepted, by position."""
+        return [accepted / reached for accepted, reached in self.acceptance_counts()]
 
     @property
     def ms(self) -> dict[str, float]:
@@ -190,41 +194,60 @@ def generate(
 
 
 def _generate_batch(chunks: Iterator[Chunk], num_prompts: int, run: Run, rounds: list[Round]) -> None:
-    """Generate one batch. Decoding starts when every prompt has its first tokens; earlier ``rounds`` count as prefill.
+    """Generate one batch and add it to ``run``. ``rounds``: the list to which its decoding rounds are added.
 
     Raises ``OutriderError`` if the target fails.
     """
     outputs: list[list[int]] = [[] for _ in range(num_prompts)]
-    latest = [0.0] * num_prompts
     plain: list[float | None] = []
-    waits: list[float] = []
     arrivals: list[Arrival] = []
-    first_tokens = 0
     rounds.clear()
-    started = first = perf_counter()
+    started = perf_counter()
     for chunk in chunks:
-        now, index, num_new = perf_counter(), chunk.prompt_index, len(chunk.token_ids)
+        seconds, output = perf_counter() - started, outputs[chunk.prompt_index]
         if chunk.finish_reason == "error":
             raise OutriderError(chunk.error or "the target failed")
-        is_first = not outputs[index]
-        if num_new and not is_first:
-            run.pauses.append((now - latest[index], num_new))
-        latest[index] = now
-        outputs[index] += chunk.token_ids
-        if is_first:
-            first = now
-            first_tokens = sum(map(len, outputs))
-            waits.append(now - started)
-            rounds.clear()
-            arrivals = [replace(each, num_rounds=0) for each in arrivals]
-        arrivals.append(Arrival(now - started, index, len(outputs[index]), len(rounds)))
+        output += chunk.token_ids
+        arrivals.append(Arrival(seconds, chunk.prompt_index, len(output), len(rounds)))
         if chunk.finish_reason is not None:
             plain.append(chunk.stats.plain_seconds)
-    ended = perf_counter()
+    seconds = perf_counter() - started
     # The time of a batch is that of its longest request.
     plain_seconds = max((each for each in plain if each is not None), default=None) if None not in plain else None
     run.token_ids += outputs
-    tokens, seconds = sum(map(len, outputs)), ended - started
-    run.batches.append(
-        Batch(tokens, seconds, first_tokens, first - started, plain_seconds, tuple(waits), tuple(arrivals), tuple(rounds))
+    run.pauses += pauses(arrivals)
+    run.batches.append(batch_of(arrivals, rounds, seconds, plain_seconds))
+
+
+def pauses(arrivals: Sequence[Arrival]) -> list[tuple[float, int]]:
+    """Return the seconds before each later arrival of a prompt, and the number of tokens that arrived."""
+    found: list[tuple[float, int]] = []
+    latest: dict[int, Arrival] = {}
+    for each in arrivals:
+        before = latest.get(each.prompt)
+        if before is not None and each.num_tokens > before.num_tokens:
+            found.append((each.seconds - before.seconds, each.num_tokens - before.num_tokens))
+        latest[each.prompt] = each
+    return found
+
+
+def batch_of(arrivals: Sequence[Arrival], rounds: Sequence[Round], seconds: float, plain_seconds: float | None) -> Batch:
+    """Return the measurements of a batch. Decoding starts after the round in which the last prompt got its first tokens.
+
+    Arrivals of one round may be in any order.
+    """
+    firsts = {each.prompt: each for each in reversed(arrivals)}
+    num_before = max((each.num_rounds for each in firsts.values()), default=0)
+    num_tokens = {each.prompt: each.num_tokens for each in arrivals}
+    first_tokens = {each.prompt: each.num_tokens for each in arrivals if each.num_rounds <= num_before}
+    waits = tuple(firsts[prompt].seconds for prompt in sorted(firsts))
+    return Batch(
+        sum(num_tokens.values()),
+        seconds,
+        sum(first_tokens.values()),
+        max(waits, default=0.0),
+        plain_seconds,
+        waits,
+        tuple(replace(each, num_rounds=max(each.num_rounds - num_before, 0)) for each in arrivals),
+        tuple(rounds[num_before:]),
     )

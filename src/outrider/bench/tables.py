@@ -51,7 +51,7 @@ SPEEDS: Columns = {
     "speedup": lambda cell: number(cell["speedup"], 2),
     "95%": lambda cell: "" if is_plain(cell) else span(cell["speedup_interval"]),
     "tok/pass": lambda cell: number(cell["mean_acceptance_length"], 2),
-    "alpha": lambda cell: "" if is_plain(cell) else number(cell["acceptance_rate"], 2),
+    "alpha": lambda cell: number(cell["acceptance_rate"], 2),
     "ms": lambda cell: round_ms(cell["ms"]),
     "same": lambda cell: "" if is_plain(cell) else percent(cell["same_text"]),
 }
@@ -81,8 +81,8 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
         "ms to the first token, between tokens (p50/p95); error of predicted plain"
     )
     loops = (
-        "loops: share of tokens in loops; before: tokens before the first loop, which "
-        "the tables above cover. This table covers the whole outputs, loops included:"
+        "loops: share of tokens in loops; before: tokens before the first loop. Above, speeds, "
+        "acceptance and ms per round are for these; all else, and this table, is for whole outputs:"
     )
     found = [_table(speeds, SPEEDS, cells), _table(reasons, REASONS, cells), *_matrices(cells)]
     return [*found, _table(loops, LOOPS, result["cells"])] if any(cell["before_loops"] for cell in result["cells"]) else found

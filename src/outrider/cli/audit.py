@@ -236,13 +236,16 @@ def settings_of(params: SamplingParams) -> dict[str, Any]:
 
 def stages(report: Callable[[Progress], None], name: str) -> Callable[[str, int, float], None]:
     """Return a function that reports a method's progress: description, steps since the last call, total (0, inf: unknown)."""
-    started, done = perf_counter(), 0
+    started: float | None = None
+    done = 0
 
     def say(what: str, steps: int, total: float) -> None:
-        nonlocal done
+        nonlocal started, done
         done += steps
-        known = round(total) if math.isfinite(total) else 0
-        left = (perf_counter() - started) / done * max(known - done, 0) if done and known else None
+        known = max(round(total), done) if total and math.isfinite(total) else 0
+        if known and started is None:
+            started = perf_counter()  # what precedes the first known total, such as planning, has no steps
+        left = (perf_counter() - started) / done * (known - done) if done and known and started is not None else None
         report(Progress(done, known, left, f"{name}: {what}" if what else name))
 
     return say

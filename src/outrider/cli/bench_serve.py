@@ -101,6 +101,7 @@ def command(
         raise OutriderError(f"bench serve requires {error.name}: {how_to_install('serve')}") from error
     check_outputs({"--out": result.out}, [plan, load.prompts])
     traffic, loads = read_traffic(load), read_loads(load)
+    read_option(SamplingParams, "seed", load.seed + max(map(traffic.count, loads)) - 1)  # conversations have consecutive seeds
     with address(server, plan, models, methods) as url:
         headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
         sweep = Sweep(modes(url, server.plain_url, headers), loads, traffic, headers)

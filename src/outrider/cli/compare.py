@@ -148,7 +148,7 @@ def write(race: Race, text: str) -> None:
 
 def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
     """Return a table of speed and acceptance of both lanes, excluding the first tokens."""
-    from outrider.bench.tables import add_row, bare_table, round_ms
+    from outrider.bench.tables import add_row, bare_table, percent, round_ms
 
     view = bare_table()
     for name in ("", "tokens", "first token", "tok/s", "speedup", "tok/pass", "accepted", "ms"):
@@ -163,7 +163,7 @@ def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
             f"{stats.tok_s:.1f}",
             f"{stats.tok_s / plain.stats.tok_s:.2f}" if plain.stats.tok_s else "",
             f"{stats.mean_acceptance_length:.2f}",
-            "" if lane is plain else f"{stats.acceptance_rate:.0%}",
+            percent(stats.acceptance_rate),
             round_ms(stats.ms_per_round),
         ]
         add_row(view, entries)

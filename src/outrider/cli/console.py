@@ -187,7 +187,7 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
         if plain is not None:
             lines[0] += f"; plain decoding: about {plain:.1f} tok/s (x{stats.tok_s / plain:.2f})"
         parts = [f"{stats.tokens_per_round:.2f} tokens per target pass"]
-        if stats.num_drafts:
+        if stats.acceptance_rate is not None:
             parts.append(f"{stats.acceptance_rate:.0%} of the drafts reached were accepted")
         if stats.num_grammar_tokens:
             parts.append(f"{stats.num_grammar_tokens} tokens drafted by the grammar")

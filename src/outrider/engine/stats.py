@@ -34,7 +34,7 @@ class GenerationStats:
     num_reached: int = 0  # depths that the verifier reached: all drafts before them were accepted
     num_steps: int = 0  # engine steps: one round for each request of the batch
     num_draft_steps: int = 0  # sum over the steps of the longest path that the proposer drafted, forced tokens included
-    faults: int = 0  # rounds in which the proposer failed
+    faults: int = 0  # failures of the proposer; in total once for each affected request
     times: PhaseTimes = field(default_factory=PhaseTimes)
     shared_seconds: float = 0.0  # seconds that plain decoding would spend too: prefill, and rounds without drafts
     num_replaced: float = 0.0  # plain rounds replaced by rounds with drafts
@@ -111,9 +111,9 @@ class GenerationStats:
         return self.num_tokens / self.num_rounds if self.num_rounds else 1.0
 
     @property
-    def acceptance_rate(self) -> float:
-        """Return alpha: accepted drafts / drafts reached (of a tree: depths). 0 without drafts."""
-        return self.num_accepted / self.num_reached if self.num_reached else 0.0
+    def acceptance_rate(self) -> float | None:
+        """Return alpha: accepted drafts / drafts reached (of a tree: depths). None without drafts."""
+        return self.num_accepted / self.num_reached if self.num_reached else None
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -138,10 +138,10 @@ class GenerationStats:
     @property
     def expected_speedup(self) -> float | None:
         """Return the speedup by the formula at the measured alpha, c and mean K; compare with ``tok_s / plain_tok_s``."""
-        ratio = self.cost_ratio
-        if ratio is None:
+        alpha, ratio = self.acceptance_rate, self.cost_ratio
+        if alpha is None or ratio is None:
             return None
-        return expected_speedup(self.acceptance_rate, self.num_draft_steps / max(self.num_steps, 1), ratio)
+        return expected_speedup(alpha, self.num_draft_steps / max(self.num_steps, 1), ratio)
 
     @property
     def tok_s(self) -> float:

@@ -94,6 +94,6 @@ def _check(document: Any) -> None:
     for run in (run for stage in stages.values() for run in stage.values()):
         good += [0 < run["seconds"] < inf, run["tau"] > 0]
         if "accepted" in run:
-            good += [run["decode_seconds"] >= 0, *(accepted >= 0 for accepted in run["accepted"])]
+            good += [run["decode_seconds"] >= 0, run["first_tokens"] > 0, *(accepted >= 0 for accepted in run["accepted"])]
     if not all(good):
         raise ValueError

@@ -20,7 +20,7 @@ class Ratio:
     """Ratio of two contenders' speeds, the geometric mean over all batch sizes."""
 
     value: float
-    interval: Interval | None  # 95%, bootstrap over prompts; None with a single run of a single batch of prompts
+    interval: Interval | None  # 95%, bootstrap over batches of prompts; None with a single one
 
 
 @dataclass(frozen=True)

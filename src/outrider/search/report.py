@@ -144,7 +144,7 @@ def page(found: Mapping[str, Any]) -> str:
     stages = [[name, f"{seconds:.1f}"] for name, seconds in found["seconds"].items()]
     tables: list[tuple[str, str, list[str], list[list[str]]]] = [
         ("Candidates", "Each measured in turn with plain decoding on the given number of prompts.", [*COLUMNS], rows(found)),
-        ("Rungs", "Number of contenders and prompts of each rung, and the fastest contender.", [*RUNG], _rungs(found)),
+        ("Rungs", "Contenders, batches of prompts and the fastest contender of each rung.", [*RUNG], _rungs(found)),
         ("Time by stage", "Seconds of each stage.", ["stage", "seconds"], stages),
     ]
     if found["not_possible"]:

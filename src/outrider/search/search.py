@@ -82,7 +82,7 @@ class Search:
         self.candidates: dict[str, Contender] = {}  # label -> contender, for all that ran
         self.measured = Measurements()
         self.taus: dict[str, list[float]] = {}  # label -> tokens per round of each run
-        self.walks: dict[Group, dict[str, oracle.Walk]] = {}  # label -> walk, for greedy outputs at batch size 1
+        self.traces: dict[Group, dict[str, oracle.RoundTrace]] = {}  # by label, for greedy outputs at batch size 1
         self.rung_results: list[RungResult] = []
         self._warm: set[tuple[Contender, int]] = set()
         self._orders = random.Random(0)  # of contenders in a turn
@@ -143,9 +143,9 @@ class Search:
 
         None unless at least two candidates ran on greedy outputs at batch size 1.
         """
-        ran = [walks for walks in self.walks.values() if len(walks) == max(map(len, self.walks.values()))]
+        ran = [traces for traces in self.traces.values() if len(traces) == max(map(len, self.traces.values()))]
         labels = list(ran[0]) if ran else []
-        texts = [[walks[label] for label in labels] for walks in ran if walks.keys() == set(labels)]
+        texts = [[traces[label] for label in labels] for traces in ran if traces.keys() == set(labels)]
         return oracle.gap(texts) if len(labels) > 1 else None
 
     def num_prompts(self, label: str) -> int:
@@ -197,8 +197,8 @@ class Search:
             seconds[contender.label] = found["seconds"]
             self.taus.setdefault(contender.label, []).append(found["tau"])
             if found.get("accepted"):
-                walk = oracle.Walk.of(found["accepted"], found["decode_seconds"])
-                self.walks.setdefault(group, {}).setdefault(contender.label, walk)
+                trace = oracle.RoundTrace.of(found["first_tokens"], found["accepted"], found["decode_seconds"])
+                self.traces.setdefault(group, {}).setdefault(contender.label, trace)
             self._done += 1
         left = [contender for contender in contenders if not self._failed(contender)]
         self.measured.add_turn(group, {label: seconds[label] for label in (PLAIN, *_labels(left))})
@@ -217,6 +217,7 @@ class Search:
         found: dict[str, Any] = {"seconds": run.seconds, "tau": run.stats.mean_acceptance_length}
         if len(texts) == 1 and texts[0].params.is_greedy:
             found["decode_seconds"] = run.seconds - run.first_seconds
+            found["first_tokens"] = run.batches[0].first_tokens
             found["accepted"] = [round_.num_accepted[0] for round_ in run.batches[0].rounds]
         return found
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from outrider.bench.load import own_server
+from outrider.bench.load import counters, own_server
 from outrider.bench.load.arrivals import Load
 from outrider.bench.load.cells import Objective, cells, worst
 from outrider.bench.load.client import Client, Sample
@@ -211,6 +211,16 @@ def test_repeats_and_loads_continue_with_the_next_prompts_for_all_modes() -> Non
         assert [text for text, mode in asked if mode == is_plain] == ["one", "two", "three", "one", "two", "three"]
 
 
+def test_the_warm_up_does_not_send_the_prompts_that_are_measured_next() -> None:
+    server = FakeServer()
+    swept(server, Load(concurrency=2), requests_per_client=1, prompts=["one", "two", "three", "four"], repeat=1)
+    asked = {False: set[str](), True: set[str]()}  # whether it is a warm-up
+    for body in server.bodies:
+        if body["max_tokens"] > 1:
+            asked[body["max_tokens"] < 9].add(body["prompt"].split("\n")[1])
+    assert asked == {False: {"one", "two"}, True: {"three", "four"}}
+
+
 def test_servers_rest_before_each_run() -> None:
     sweep = swept(FakeServer(), Load(concurrency=2), rest=7.5)
     runs = [sample for repeat in sweep.groups[0].repeats for run in repeat.values() for sample in run.samples]
@@ -318,6 +328,14 @@ def test_invalid_values_are_found_before_a_server_starts(
     assert f"error: invalid {name} {value}" in capsys.readouterr().err
 
 
+def test_the_largest_seed_is_checked_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_serve, "address", lambda *given: pytest.fail("it was started"))
+    assert main(["bench", "serve", f"--seed={2**64 - 2}", "--concurrency", "1", "--requests", "3"]) == 2
+    assert f"error: invalid --seed {2**64}" in capsys.readouterr().err
+
+
 def test_the_document_and_the_table_name_the_worst_cell() -> None:
     sweep = swept(FakeServer(pause=0.1, per_chunk=1), Load(concurrency=1), Load(rate=2.0))
     result = document(sweep, Objective(), {})
@@ -352,7 +370,7 @@ def test_the_table_fits_80_columns(num_failed: int) -> None:
 def test_counters_are_summed_over_engines() -> None:
     page = 'vllm:spec_decode_num_drafts_total{engine="0"} 3.0\nvllm:spec_decode_num_drafts_total{engine="1"} 4.0\n'
     page += 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="{a}",engine="0",position="1"} 2.0\nother 5\n'
-    assert (parse(page).rounds, parse(page).by_position) == (7.0, {1: 2.0})
+    assert parse(page) == {(counters.ROUNDS, ""): 7.0, (counters.BY_POSITION, "1"): 2.0}
 
 
 def test_a_load_is_clients_or_a_rate() -> None:

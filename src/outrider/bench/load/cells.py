@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from outrider.bench.load.client import Sample
-from outrider.bench.load.counters import Counters
+from outrider.bench.load.counters import ACCEPTED, BY_PHASE, BY_POSITION, DRAFTS, ROUNDS, Counters
 from outrider.bench.load.sweep import Group, LoadRun
 from outrider.bench.statistics import percentiles
 from outrider.registry import PLAIN
@@ -91,20 +91,22 @@ def _milliseconds(seconds: Iterable[float | None], weights: Sequence[float] | No
 def _acceptance(runs: Sequence[LoadRun]) -> dict[str, Any]:
     """Return acceptance over all repeats, from the server's counters or else from the usage in responses."""
     counted = [run.counted for run in runs if run.counted is not None]
+    total: Counters = {}
     if len(counted) == len(runs):
-        total = sum(counted, Counters())
-        rounds, drafts, accepted = total.rounds, total.drafts, total.accepted
+        total = {key: sum(each.get(key, 0.0) for each in counted) for each in counted for key in each}
+        drafts, accepted = (total.get((name, ""), 0.0) for name in (DRAFTS, ACCEPTED))
     else:
-        total, rounds = Counters(), 0.0
         drafts = float(sum(sample.num_drafts for run in runs for sample in run.samples))
         accepted = float(sum(sample.num_accepted for run in runs for sample in run.samples))
+    rounds = total.get((ROUNDS, ""), 0.0)
+    by_position = sorted((int(part), value) for (name, part), value in total.items() if name == BY_POSITION)
     return {
         "drafts": drafts,
         "accepted": accepted,
         "draft_acceptance_rate": accepted / drafts if drafts else None,
         "mean_acceptance_length": 1 + accepted / rounds if rounds else None,
-        "acceptance_by_position": [total.by_position[at] / rounds for at in sorted(total.by_position)] if rounds else [],
-        "phase_seconds": dict(total.phases),
+        "acceptance_by_position": [value / rounds for _, value in by_position] if rounds else [],
+        "phase_seconds": {part: value for (name, part), value in total.items() if name == BY_PHASE},
     }
 
 

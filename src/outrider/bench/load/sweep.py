@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import chain, cycle, islice
 from secrets import token_hex
@@ -175,8 +175,10 @@ class Sweep:
         return counting if sample.error is None else Client(http, body)
 
     async def _warm_up(self, load: Load, client: Client, mode: str) -> None:
+        """Send short requests without timing, with the last prompts: the first ones are measured next."""
         run = f"{self._nonce}, {load.label}, {mode}, warming up"
-        conversations = self.traffic.conversations(load, run)[: load.concurrency or 4]
+        traffic = replace(self.traffic, prompts=self.traffic.prompts[::-1])
+        conversations = traffic.conversations(load, run)[: load.concurrency or 4]
         await asyncio.gather(*[client.ask(first, max_tokens=WARMUP_TOKENS) for first, *_ in conversations])
 
     async def _measure(self, load: Load, client: Client, mode: Mode, repeat: int, earlier: int) -> LoadRun:
@@ -199,4 +201,4 @@ class Sweep:
         samples = list(chain.from_iterable(found))
         after = await counters.read(client.http)
         seconds = max(sample.ended for sample in samples) - min(sample.started for sample in samples)
-        return LoadRun(samples, seconds, None if before is None or after is None else after - before)
+        return LoadRun(samples, seconds, None if before is None or after is None else counters.between(before, after))

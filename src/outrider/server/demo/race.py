@@ -25,10 +25,10 @@ def figures(stats: GenerationStats, plain: GenerationStats) -> dict[str, float |
     return {
         "tok_s": stats.tok_s or None,
         "tau": stats.mean_acceptance_length if stats.num_rounds else None,
-        "alpha": stats.acceptance_rate if stats.num_reached else None,
+        "alpha": stats.acceptance_rate,
         "mean_k": stats.num_draft_steps / max(stats.num_steps, 1),
         "cost_ratio": stats.cost_ratio,
-        "expected": stats.expected_speedup if stats.num_reached else None,
+        "expected": stats.expected_speedup,
         "speedup": stats.tok_s / plain.tok_s if stats.tok_s and plain.tok_s else None,
     }
 

@@ -28,7 +28,7 @@ export function histogram(root, counts, longest) {
   root.replaceChildren(table);
 }
 
-/** Draw the formula's speedup over K for the measured alpha and c, and the measured speedup as a dot. */
+/** Draw the formula's speedup over K for the measured alpha and c, and dots for the expected and the measured one at mean K. */
 export function curve(root, { alpha, cost_ratio: costRatio, mean_k: meanK, speedup, expected }, longest) {
   const [height, left, bottom, top, right] = [210, 34, 44, 10, 14];
   const width = root.clientWidth || 520; // drawn at its final size, so that text is not scaled
