@@ -248,7 +248,7 @@ def fetch_weights(source: object, growth: float = 0.0) -> None:
             )
         return
     names = _weights_of(str(source), repository)
-    if _lacks(_folder(str(source)) / "snapshots" / repository.commit, names):  # files in the cache are measured when they are loaded
+    if _lacks(_folder(str(source)) / "snapshots" / repository.commit, names):  # else their exact size is checked later
         _require_memory(str(source), repository, names, growth)
     _downloaded(str(source), names)
 

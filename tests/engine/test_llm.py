@@ -396,7 +396,7 @@ def test_custom_tokenizer_code_runs_only_if_trusted_and_never_prompts(tmp_path, 
     settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"model_type": "own"}))
-    with pytest.raises(OutriderError, match="is a model with its own code .*: read it, then pass trust_remote_code=True"):
+    with pytest.raises(OutriderError, match=r"is a model with its own code .*: read it, then pass trust_remote_code=True"):
         load_tokenizer(folder)
     assert type(load_tokenizer(folder, trust_remote_code=True)).__name__ == "Own"
 

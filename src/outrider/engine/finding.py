@@ -34,7 +34,8 @@ logger = getLogger(__name__)
 PAIRS = Path(__file__).with_name("drafters.toml")
 # What publishers of quantised files add to a model's name, and "Meta-", which the names of Llama 3 had first.
 PUBLISHED = re.compile(
-    r"^([^_]+_)?(Meta-)?|[.-]i1$|-(AWQ|FP8(-dynamic)?|NVFP4|GPTQ-Int[48]|quantized\.w\d+a\d+|(unsloth-)?bnb-4bit)$", re.IGNORECASE
+    r"^([^_]+_)?(Meta-)?|[.-]i1$|-(AWQ|FP8(-dynamic)?|NVFP4|GPTQ-Int[48]|quantized\.w\d+a\d+|(unsloth-)?bnb-4bit)$",
+    re.IGNORECASE,
 )
 # Draft weights / target weights, unless the folder's name says that it is a draft: families have a third (0.5B for 1.5B, 1B for
 # 3B), and such drafts pay (docs/log/models.md).

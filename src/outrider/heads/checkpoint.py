@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from outrider.errors import first_line, is_out_of_memory
 from outrider.files import expanded, is_path, write_whole
 from outrider.hub import fetch
-from outrider.memory import INDEX_SUFFIX, INDEXES, MEDUSA_FILES, WEIGHT_NAMES, first_file, indexed_files, weight_files, weight_map
+from outrider.memory import (
+    INDEX_SUFFIX,
+    INDEXES,
+    MEDUSA_FILES,
+    WEIGHT_NAMES,
+    first_file,
+    indexed_files,
+    weight_files,
+    weight_map,
+)
 from outrider.runner.checkpoint_files import is_finite
 from outrider.runner.checkpoints.fp8 import Fp8
 from outrider.runner.checkpoints.weight import LayerTensors

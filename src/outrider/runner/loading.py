@@ -49,7 +49,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None, dtype: torch.dtype | str) -> float:
-    """Return an upper bound of the bytes in memory per byte of the checkpoint's files. ``dtype``: the one to load, or "auto"."""
+    """Return an upper bound of the bytes in memory per byte of the checkpoint's files. ``dtype``: the requested, or "auto"."""
     quantization = quantization_of(config)
     stored = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
     if quantization is None and dtype != "auto" and isinstance(stored, torch.dtype):

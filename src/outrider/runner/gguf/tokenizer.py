@@ -68,7 +68,7 @@ def _entries(file: GgufFile, group: str) -> dict[str, Any]:
 
 
 def _complete(options: dict[str, Any], entries: Mapping[str, Any], file: GgufFile) -> None:
-    """Add special tokens, named chat templates, and whether text begins with BOS if the file does not say or says it wrongly."""
+    """Add special tokens, named chat templates, and whether text begins with BOS where the file lacks or misstates it."""
     kind = entries.get("tokenizer_type")
     if kind == "llama" or entries.get("pre_tokenizer_type") in ADDING_BOS:
         options.setdefault("add_bos_token", True)
