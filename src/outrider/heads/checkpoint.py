@@ -392,8 +392,9 @@ class HeadFiles:
         for stem in {name.rpartition(".")[0] for name in tensors if name.endswith(Fp8.marks)}:
             weight = tensors.get(f"{stem}.weight")
             if weight is not None and weight.dtype == torch.float8_e4m3fn and weight.dim() == 2:
+                outputs, inputs = weight.shape
                 found = {key: tensors.pop(f"{stem}.{key}") for key in Fp8.keys if f"{stem}.{key}" in tensors}
-                tensors[f"{stem}.weight"] = reader.read(LayerTensors(stem, *weight.shape, found))
+                tensors[f"{stem}.weight"] = reader.read(LayerTensors(stem, outputs, inputs, found))
         return files
 
     def rename(self, named: Callable[[str], str]) -> None:
