@@ -178,11 +178,11 @@ def test_named_chat_templates_of_the_file_are_used(tmp_path):
 
 def test_a_file_of_an_unsupported_model_is_refused_before_its_tokenizer_is_built(tmp_path, monkeypatch):
     """transformers takes 7 s for the tokenizer."""
-    write(tmp_path)
-    monkeypatch.setattr("outrider.runner.gguf.file.ARCHITECTURES", {})
+    path, model = tmp_path / "model.gguf", gguf_files.make_model("llama")
+    gguf_files.write(path, model, lambda _: Kind.F16, lambda w: setattr(w.kv_data[0]["general.architecture"], "value", "odd"))
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("it was built"))
-    with pytest.raises(OutriderError, match="is a model of architecture llama: supported in GGUF files are"):
-        load_tokenizer(tmp_path / "model.gguf")
+    with pytest.raises(OutriderError, match="is a model of architecture odd: supported in GGUF files are"):
+        load_tokenizer(path)
 
 
 def test_a_file_that_names_no_end_of_text_has_none(tmp_path):
