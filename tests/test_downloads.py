@@ -85,13 +85,16 @@ def test_only_the_files_that_are_loaded_are_downloaded_once(served):
         ({"pytorch_model.bin": b"1", "tf_model.h5": b"2"}, ["pytorch_model.bin"]),
         ({"model.safetensors": b"1", "pytorch_model.bin": b"2", "metal/model.bin": b"3"}, ["model.safetensors"]),
         ({"medusa_lm_head.pt": b"1", "other.bin": b"2"}, ["medusa_lm_head.pt"]),
-        ({"head.safetensors": b"1", "head.bin": b"2"}, ["head.safetensors"]),
+        (
+            {"config.json": b'{"transformers_weights": "own.safetensors"}', "own.safetensors": b"1", "model.safetensors": b"2"},
+            ["own.safetensors"],
+        ),
     ],
 )
 def test_weights_are_downloaded_in_one_format(files, wanted, served):
-    served.repositories["a/model"] = files | CONFIGS
+    served.repositories["a/model"] = CONFIGS | files
     hub.fetch_weights("a/model")
-    assert served.sent == wanted
+    assert served.sent == ["config.json", *wanted]
 
 
 @pytest.mark.parametrize(
@@ -127,13 +130,16 @@ def test_weights_of_an_unknown_format_are_refused(served):
         ({"openvino_model.xml": b"", "openvino_model.bin": b"1", "openvino_tokenizer.bin": b"2"}, "for ONNX or OpenVINO"),
         ({"onnx/model_q4.onnx": b"1"}, "for ONNX or OpenVINO"),
         ({"model.gguf": b"1"}, "GGUF files only"),
+        ({"head.safetensors": b"1", "model-00001-of-00002.safetensors": b"2"}, "expected model.safetensors or"),
+        ({"gptq_model-4bit-128g.safetensors": b"1"}, "expected model.safetensors or"),
+        ({"consolidated.safetensors": b"1", "params.json": b"{}"}, "in the authors' own format"),
     ],
 )
 def test_weights_that_are_not_transformers_are_named_and_not_downloaded(files, said, served):
     served.repositories["a/other"] = files | CONFIGS
     with pytest.raises(OutriderError, match=f"a/other has no weights in a known format: .*{said}"):
         hub.fetch("a/other")
-    assert not served.sent
+    assert served.sent == ["config.json"]
 
 
 def test_another_revision_is_refused_with_the_command_that_downloads_it():
@@ -174,7 +180,14 @@ def test_weights_that_exceed_memory_or_disk_are_refused_before_their_download(se
         hub.fetch_weights("a/sharded", growth=1.0)
     with pytest.raises(OutriderError, match=r"downloading a/sharded takes .* free: free space, or set HF_HOME"):
         hub.fetch_weights("a/sharded")
-    assert served.sent == ["model.safetensors.index.json"]
+    assert served.sent == ["config.json", "model.safetensors.index.json"]
+
+
+def test_weights_in_the_cache_are_measured_when_they_are_loaded(served, monkeypatch):
+    """An upper bound refuses what fits."""
+    hub.fetch("a/sharded")
+    monkeypatch.setattr("outrider.memory.total_memory", lambda: 5)
+    hub.fetch_weights("a/sharded", growth=4.0)
 
 
 def test_with_a_failing_hub_the_cache_is_used_without_further_requests(served):

@@ -9,9 +9,12 @@ gguf = pytest.importorskip("gguf", reason="needs the package gguf")
 import gguf_files  # noqa: E402
 from gguf import GGMLQuantizationType as Kind  # noqa: E402
 from tiny_folder import make_tokenizer  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 from outrider.engine.config import load_tokenizer  # noqa: E402
+from outrider.engine.prompts import template_of  # noqa: E402
 from outrider.runner.loading import load_config  # noqa: E402
+from outrider.types import OutriderError  # noqa: E402
 
 NAME = "tokenizer.ggml."
 
@@ -159,3 +162,35 @@ def test_special_tokens_of_phi_3_take_the_blanks_after_them(architecture, takes,
 def test_a_turn_ends_with_the_tokens_that_are_named_so(tokens, ends, tmp_path):
     write(tmp_path, tokens={0: "</s>", **tokens})
     assert load_config(tmp_path / "model.gguf").eos_token_id == ends
+
+
+def test_named_chat_templates_of_the_file_are_used(tmp_path):
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with {{ tools }}"}]
+
+    def change(writer):
+        writer.kv_data[0].pop("tokenizer.chat_template", None)
+        writer.add_chat_template(templates)
+
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), lambda _: Kind.F16, change)
+    tokenizer = load_tokenizer(tmp_path / "model.gguf")
+    assert template_of(tokenizer) == "plain" and template_of(tokenizer, with_tools=True) == "with {{ tools }}"
+
+
+def test_a_file_of_an_unsupported_model_is_refused_before_its_tokenizer_is_built(tmp_path, monkeypatch):
+    """transformers takes 7 s for the tokenizer."""
+    path, model = tmp_path / "model.gguf", gguf_files.make_model("llama")
+    gguf_files.write(path, model, lambda _: Kind.F16, lambda w: setattr(w.kv_data[0]["general.architecture"], "value", "odd"))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("it was built"))
+    with pytest.raises(OutriderError, match="is a model of architecture odd: supported in GGUF files are"):
+        load_tokenizer(path)
+
+
+def test_a_file_that_names_no_end_of_text_has_none(tmp_path):
+    """Not that of transformers' config class."""
+
+    def change(writer):
+        writer.kv_data[0].pop(NAME + "eos_token_id")
+        writer.kv_data[0][NAME + "tokens"].value[0] = "<odd>"  # <|end|> is known by its name
+
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), lambda _: Kind.F16, change)
+    assert load_config(tmp_path / "model.gguf").eos_token_id is None

@@ -65,17 +65,21 @@ def test_an_unknown_quantisation_is_refused_with_those_that_exist(asked):
 
 
 def test_without_a_usual_quantisation_the_only_one_is_taken_and_others_must_be_named():
-    assert hub.chosen("a/b-GGUF", ["b.IQ2_S.gguf"], None) == ["b.IQ2_S.gguf"]
+    assert hub.files_of_quantisation("a/b-GGUF", ["b.IQ2_S.gguf"], None) == ["b.IQ2_S.gguf"]
     with pytest.raises(OutriderError, match=r"none of Q4_K_M, UD-Q4_K_XL, Q8_0: name one as a/b-GGUF:TYPE; it has F16, IQ2_S$"):
-        hub.chosen("a/b-GGUF", ["b-IQ2_S.gguf", "b-F16.gguf"], None)
+        hub.files_of_quantisation("a/b-GGUF", ["b-IQ2_S.gguf", "b-F16.gguf"], None)
     with pytest.raises(OutriderError, match="it has no GGUF files of models"):
-        hub.chosen("a/b-GGUF", ["README.md", "mmproj-F16.gguf"], None)
+        hub.files_of_quantisation("a/b-GGUF", ["README.md", "mmproj-F16.gguf"], None)
+    names = ["b-Q8_0.gguf", "b.mmproj-Q8_0.gguf", "b-mmproj-f16.gguf", "b.imatrix.gguf"]
+    assert hub.files_of_quantisation("a/b-GGUF", names, None) == ["b-Q8_0.gguf"]
+    with pytest.raises(OutriderError, match="has no file of F16"):
+        hub.files_of_quantisation("a/b-GGUF", names, "F16")
 
 
 def test_a_quantisation_may_be_named_as_qwen_and_nvidia_name_theirs():
     names = ["phi-3-fp16.gguf", "phi-3-q4.gguf", "phi-3-NVFP4.gguf"]
-    assert hub.chosen("a/b-GGUF", names, "fp16") == ["phi-3-fp16.gguf"]
-    assert hub.chosen("a/b-GGUF", names, "NVFP4") == ["phi-3-NVFP4.gguf"]
+    assert hub.files_of_quantisation("a/b-GGUF", names, "fp16") == ["phi-3-fp16.gguf"]
+    assert hub.files_of_quantisation("a/b-GGUF", names, "NVFP4") == ["phi-3-NVFP4.gguf"]
 
 
 def test_a_repository_with_another_name_is_searched_for_the_quantisation_that_is_named(monkeypatch):
@@ -119,8 +123,8 @@ def test_a_cached_file_has_a_hub_id_if_it_is_the_newest(monkeypatch, tmp_path):
 def test_files_without_a_type_are_listed_by_name():
     names = ["ggml-model-i2_s.gguf", "model-F16.gguf"]
     with pytest.raises(OutriderError, match=r"^a/b has no file of I2_S; it has F16, ggml-model-i2_s\.gguf$"):
-        hub.chosen("a/b", names, "I2_S")
-    assert hub.chosen("a/b", names, names[0]) == names[:1]
+        hub.files_of_quantisation("a/b", names, "I2_S")
+    assert hub.files_of_quantisation("a/b", names, names[0]) == names[:1]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +135,8 @@ def test_files_without_a_type_are_listed_by_name():
 def test_of_files_of_several_models_one_must_be_named(names):
     said = rf"^a/b has files of several models: name one as a/b:FILE; it has {', '.join(names)}$"
     with pytest.raises(OutriderError, match=said):
-        hub.chosen("a/b", names, None)
-    assert hub.chosen("a/b", names, names[0]) == names[:1]
+        hub.files_of_quantisation("a/b", names, None)
+    assert hub.files_of_quantisation("a/b", names, names[0]) == names[:1]
 
 
 @pytest.mark.parametrize("source", ["Qwen/Qwen3-8B", "model.gguf", "models/x.gguf", "./b-GGUF", None, 3, "a/b/c-GGUF"])

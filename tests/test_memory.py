@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_folder import make_folder
 from transformers import LlamaConfig
 
@@ -124,6 +126,19 @@ def test_weights_larger_than_memory_are_rejected_before_loading(tmp_path: Path, 
         LLM(str(make_folder(tmp_path / "target")))
 
 
+def test_only_the_float8_weights_of_a_checkpoint_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {
+        "embed.weight": torch.zeros(100, 10, dtype=torch.bfloat16),
+        "a.weight": torch.zeros(10, 10).to(torch.float8_e4m3fn),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader = FORMATS["fp8"]({"quant_method": "fp8"})
+    for total, is_refused in ((2000 + 4 * 100, False), (2000 + 4 * 100 - 1, True)):
+        monkeypatch.setattr(memory, "total_memory", lambda total=total: total)
+        with pytest.raises(OutriderError, match=r"the weights in .* take") if is_refused else nullcontext():
+            loading.refuse_too_large(tmp_path, reader.growth, reader)
+
+
 def test_weights_that_are_not_loaded_are_not_counted(tmp_path: Path) -> None:
     for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
         (tmp_path / name).write_bytes(b"")
@@ -131,7 +146,7 @@ def test_weights_that_are_not_loaded_are_not_counted(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert [file.name for file in memory.weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    assert len(memory.weight_files(tmp_path)) == 3
+    assert memory.weight_files(tmp_path) == []  # reported when it is loaded
 
 
 def test_the_weights_of_a_cached_hub_id_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,15 @@ from tiny_folder import make_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from outrider.runner.tokenizers import DifferentVocabulary, byte_alphabet, byte_table, check_same_files, check_same_vocabulary
+from outrider.runner.tokenizers import (
+    DifferentVocabulary,
+    byte_alphabet,
+    byte_table,
+    check_same_files,
+    check_same_vocabulary,
+    has_tokenizer,
+    load_tokenizer,
+)
 from outrider.types import OutriderError
 
 
@@ -84,3 +92,39 @@ def test_an_id_after_a_gap_has_its_bytes():
     table = byte_table(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(told))))
     assert len(table) == 401 and table[was] == b""
     assert table[400] == bytes(byte_alphabet()[character] for character in last)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tiktoken.model", "qwen.tiktoken", "spiece.spm", "tekken.json"])
+def test_a_vocabulary_that_cannot_be_read_is_not_a_missing_one(name, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert not has_tokenizer(tmp_path)
+    with pytest.raises(OutriderError, match=r"the folder has no tokenizer.json, .*tekken.json.*: copy the tokenizer's files"):
+        load_tokenizer(tmp_path)
+    (tmp_path / name).write_bytes(b"\0")
+    assert has_tokenizer(tmp_path)
+    with pytest.raises(OutriderError, match="cannot load a tokenizer from") as error:
+        load_tokenizer(tmp_path)
+    assert "the folder has no" not in str(error.value)
+
+
+def test_tokenizers_without_files_in_common_cannot_be_compared(tmp_path):
+    for name, file in (("target", "tekken.json"), ("draft", "tokenizer.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text('{"model": {"vocab": {}}}')
+    with pytest.raises(OutriderError, match=r"the tokenizers cannot be compared: .*target has no tokenizer.json") as error:
+        check_same_files(tmp_path / "target", tmp_path / "draft")
+    assert not isinstance(error.value, DifferentVocabulary)  # method auto logs only misfits of the same family
+
+
+def test_the_chat_template_may_be_in_a_file_of_its_own(tmp_path):
+    """As in the folders of LLaVA and Pixtral."""
+    make_tokenizer(chat_template=None).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert not load_tokenizer(tmp_path).chat_template
+    for content in ("{", "[]", '{"template": "no"}'):
+        (tmp_path / "chat_template.json").write_text(content)
+        assert not load_tokenizer(tmp_path).chat_template
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert load_tokenizer(tmp_path).chat_template == "{{ messages }}"
+    make_tokenizer(chat_template="own").save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).chat_template == "own"

@@ -20,6 +20,7 @@ from outrider.doctor import Patient, check_up
 from outrider.engine.plan import Plan
 from outrider.export.deployment import read_deployment
 from outrider.export.vllm import Vllm
+from outrider.heads import own_tables
 from outrider.runner import ModelRunner, RunnerConfig, blocks, linear, packing
 from outrider.types import OutriderError
 
@@ -86,6 +87,25 @@ def test_every_linear_layer_and_the_embedding_are_packed_and_the_originals_freed
     table = blocks.unpack(blocks.pack(weight, 8), *weight.shape)
     assert torch.equal(own.get_input_embeddings()(ids), table[ids])
     assert torch.equal(linear.weight_of(own.get_input_embeddings()), table)
+
+
+@needs_kernels
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_stored_copy_of_a_packed_table_is_found_without_unpacking_the_whole(weights, monkeypatch):
+    model = make_model(wide_config())
+    table = model.get_input_embeddings().weight.detach().clone()
+    packed = ModelRunner.load(untouched(model), RunnerConfig(weights=weights, compile="never")).model.get_output_embeddings()
+    own, unpacked = model.get_output_embeddings().weight.detach().clone(), []
+    real = linear._unpacked
+    monkeypatch.setattr(own_tables, "SLICE", linear.kernels.PANEL)
+    monkeypatch.setattr(linear, "_unpacked", lambda *args: unpacked.append(len(real(*args))) or real(*args))
+    assert len(own) > linear.kernels.PANEL
+    assert not own_tables.has_own_table({"lm_head.weight": own}, "lm_head.weight", packed)
+    assert max(unpacked) == linear.kernels.PANEL and sum(unpacked) == len(own)
+    assert not own_tables.has_own_table({"lm_head.weight": own[:-3]}, "lm_head.weight", packed)  # padding rows
+    assert own_tables.has_own_table({"lm_head.weight": own + 1}, "lm_head.weight", packed)
+    assert own_tables.has_own_table({"lm_head.weight": own[:, 1:]}, "lm_head.weight", packed)
+    assert own_tables.has_own_table({"lm_head.weight": table.flip(0)}, "lm_head.weight", packed)
 
 
 METHODS = {

@@ -25,14 +25,16 @@ from outrider.errors import OutriderError, errors_as
 from outrider.files import expanded, is_path
 from outrider.hub_errors import explained, what_it_is
 from outrider.memory import (
-    INDEXES,
+    INDEX_SUFFIX,
+    MEDUSA_FILES,
     WEIGHT_NAMES,
-    WEIGHT_SUFFIXES,
+    indexed_files,
     on_this_machine,
+    preferred,
     require_memory,
     size,
+    stated_file,
     weight_files,
-    weight_map,
 )
 from outrider.progress import PERIOD, reported_every
 
@@ -42,9 +44,7 @@ Source = TypeVar("Source")
 
 CONFIG = ("config.json",)
 TOKENIZER = (*CONFIG, "tokenizer_config.json", "tokenizer.json")
-MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # endings of the files beside the weights that are read
-OTHER_WEIGHTS = ("adapter_model.", "openvino_")  # beginnings of names of weights that are not a model's
 CHUNK = 1 << 18  # bytes that are written at once; the hub client's 10 MiB hide the progress of a slow download
 
 # hub id, and quantisation or file; without these the id must say that it is one of GGUF files
@@ -53,7 +53,7 @@ NAME = re.compile(r"(\w[\w.-]*/(?:[\w.-]+(?=:)|[\w.-]*GGUF))(?::([\w./-]+))?", r
 QUANTISATION = re.compile(r"(?:[-.]((?:UD-)?(?:I?Q|TQ|BF|FP?|MXFP|NVFP)\d\w*))?(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
 CACHED = re.compile(r"(.*/models--([\w.-]+?)--([\w.-]+)/snapshots/\w+)/([\w./-]+\.gguf)")  # a path in the download cache
 USUAL = ("Q4_K_M", "UD-Q4_K_XL", "Q8_0")  # the first of these that a repository has is used if none is named
-OTHERS = ("mmproj", "imatrix")  # names of files that hold no model
+NO_MODEL = re.compile(r"mmproj|^imatrix|imatrix\.gguf$", re.IGNORECASE)  # in names of files that hold no model
 
 
 def local_gguf(source: Source) -> Source | str:
@@ -64,23 +64,23 @@ def local_gguf(source: Source) -> Source | str:
     found = _named_gguf(source)
     if found is None:
         return source
-    repository, parts = _chosen_parts(*found.groups())
+    repository, parts = _files_of_named(*found.groups())
     folder = _cached(found[1]) if repository is None else _downloaded(found[1], parts)
     return str(folder / parts[0])
 
 
-def _chosen_parts(repo_id: str, quantisation: str | None) -> tuple[Repository | None, list[str]]:
+def _files_of_named(repo_id: str, quantisation: str | None) -> tuple[Repository | None, list[str]]:
     """Return the repository, None if the cache must do, and the names of the file or its parts.
 
     Raises ``OutriderError`` if the repository or the quantisation does not exist.
     """
     repository = _current(repo_id)
     if repository is not None:
-        return repository, chosen(repo_id, list(repository.sizes), quantisation)
+        return repository, files_of_quantisation(repo_id, list(repository.sizes), quantisation)
     folder = _cached(repo_id)
     names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
     try:
-        return None, chosen(repo_id, names, quantisation)
+        return None, files_of_quantisation(repo_id, names, quantisation)
     except OutriderError as error:
         raise OutriderError(f"{error} in the download cache, and the Hugging Face hub is unreachable") from None
 
@@ -122,7 +122,7 @@ def _cached(repo_id: str) -> Path:
     return folder
 
 
-def chosen(repo_id: str, names: Sequence[str], quantisation: str | None) -> list[str]:
+def files_of_quantisation(repo_id: str, names: Sequence[str], quantisation: str | None) -> list[str]:
     """Return the file, or its parts in order, of a quantisation; None: the first of ``USUAL``, or the only one there is.
 
     ``quantisation``: also the name of a file. A model precedes its heads, whose names contain the model's. Raises
@@ -131,7 +131,7 @@ def chosen(repo_id: str, names: Sequence[str], quantisation: str | None) -> list
     found: dict[str, dict[str, list[str]]] = {}  # quantisation -> name of the model -> parts
     for name in sorted(names):
         match, file = QUANTISATION.search(name), name.rpartition("/")[2]
-        if match and not file.startswith(OTHERS):
+        if match and NO_MODEL.search(file) is None:
             found.setdefault((match[1] or "").upper(), {}).setdefault(QUANTISATION.sub("", file), []).append(name)
     for parts in (parts for models in found.values() for parts in models.values()):
         if quantisation in (*parts, *(name.rpartition("/")[2] for name in parts)):
@@ -216,7 +216,7 @@ def check_repository(source: object, growth: float = 0.0) -> None:
     """
     found = _named_gguf(source)
     if found is not None:
-        repository, parts = _chosen_parts(*found.groups())
+        repository, parts = _files_of_named(*found.groups())
         if repository is not None:
             _require_memory(str(source), repository, parts, growth)
         return
@@ -236,8 +236,8 @@ def _require_memory(source: str, repository: Repository, names: Sequence[str], g
 def fetch_weights(source: object, growth: float = 0.0) -> None:
     """Download the weights of a hub id that are loaded, in one format only. Nothing for other sources and without the hub.
 
-    ``growth``: bytes in memory per byte in the files; 0 if unknown. Raises ``OutriderError`` before the download if they exceed
-    the memory or the disk, or if there are none.
+    ``growth``: bytes in memory per byte in the files; 0 if unknown. Raises ``OutriderError`` if there are none, or, before a
+    download, if they exceed the memory or the disk.
     """
     repository = _repository(source)
     if repository is None:
@@ -248,7 +248,8 @@ def fetch_weights(source: object, growth: float = 0.0) -> None:
             )
         return
     names = _weights_of(str(source), repository)
-    _require_memory(str(source), repository, names, growth)
+    if _lacks(_folder(str(source)) / "snapshots" / repository.commit, names):  # else their exact size is checked later
+        _require_memory(str(source), repository, names, growth)
     _downloaded(str(source), names)
 
 
@@ -308,24 +309,21 @@ def _listed(name: str) -> Repository | None:
 
 
 def _weights_of(source: str, repository: Repository) -> list[str]:
-    """Return the files of the weights that are loaded. Raises ``OutriderError`` if there are none."""
-    names = _weight_names(source, repository.sizes)
-    if not names:
-        why = what_it_is(repository.sizes) or f"expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}"
-        raise OutriderError(f"{source} has no weights in a known format: {why}")
-    return names
-
-
-def _weight_names(repo_id: str, names: Collection[str]) -> list[str]:
-    """Return the files of the weights that are loaded, in the order of preference of transformers and of ``memory``."""
-    first = next((name for name in (*WEIGHT_NAMES, *MEDUSA_FILES) if name in names), None)
-    if first in INDEXES:
-        return [first, *sorted(set(weight_map(_downloaded(repo_id, [first]) / first).values()))]
-    if first is not None:
+    """Return the files of the weights that are loaded, and their index. Raises ``OutriderError`` if there are none."""
+    names = repository.sizes
+    stated = stated_file(_downloaded(source, CONFIG)) if CONFIG[0] in names else None
+    first = stated or preferred(names, MEDUSA_FILES)
+    if first is None or first not in names:
+        raise OutriderError(f"{source} has no weights in a known format: {expected_weights(names, stated)}")
+    if not first.endswith(INDEX_SUFFIX):
         return [first]
-    own = [name for name in names if "/" not in name and not name.startswith(OTHER_WEIGHTS)]
-    kinds = ([name for name in own if name.endswith(ending)] for ending in WEIGHT_SUFFIXES)
-    return next((found for found in kinds if found), [])
+    return [first, *indexed_files(_downloaded(source, [first]), first)]
+
+
+def expected_weights(names: Collection[str], stated: str | None = None) -> str:
+    """Say why files of these names are not the weights of a model. ``stated``: the file that config.json names, if any."""
+    expected = f"{stated}, which config.json names" if stated else f"{WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}"
+    return what_it_is(names) or f"expected {expected}"
 
 
 def _downloaded(repo_id: str, names: Sequence[str], needed: Sequence[str] | None = None) -> Path:
@@ -340,6 +338,8 @@ def _downloaded(repo_id: str, names: Sequence[str], needed: Sequence[str] | None
     missing = [name for name in names if not (folder / name).exists()]
     if not missing and cached == folder:
         return folder
+    if repository.is_given_up and cached is not None and not _lacks(cached, needed):
+        return cached
     blobs = _folder(repo_id) / "blobs"
     num_bytes = sum(repository.sizes.get(name, 0) for name in missing if not (blobs / repository.blobs.get(name, "")).is_file())
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -13,9 +13,10 @@ from outrider.errors import OutriderError, errors_as
 from outrider.files import GGUF_PART, expanded
 
 GROUPS = Path("/sys/fs/cgroup")
+INDEX_SUFFIX = ".index.json"
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_NAMES = ("model.safetensors", INDEXES[0], "pytorch_model.bin", INDEXES[1])  # transformers' order of preference
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")  # in order of preference
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 UNLIMITED = 1 << 60  # control groups version 1 report a larger number if there is no limit
 
 
@@ -82,18 +83,58 @@ def on_this_machine(source: str | Path) -> Path | None:
 
 
 def weight_files(source: str | Path) -> list[Path]:
-    """Return the weight files that are loaded from a folder (of one format only), a cached hub id, or a GGUF file or part."""
+    """Return the weight files that are loaded from a folder (of one format only), a cached hub id, or a GGUF file or part.
+
+    A broken index has none: it is reported when the model is loaded.
+    """
     path = expanded(source)
     if path.suffix == ".gguf" and os.path.isfile(path):
         return gguf_parts(path)
     folder = on_this_machine(source)
     if folder is None:
         return []
-    if found := _named_files(folder):
-        return found
-    files = [file for file in folder.glob("*") if file.is_file()]  # not links to files that were deleted from a cache
-    kinds = (sorted(file for file in files if file.suffix == suffix) for suffix in (*WEIGHT_SUFFIXES, ".gguf"))
-    return next((found for found in kinds if found), [])
+    first, names = first_file(folder, MEDUSA_FILES), list[str]()
+    if first is None:
+        names = [file.name for file in folder.glob("*.gguf")]
+    else:
+        with suppress(OSError, OutriderError):
+            names = indexed_files(folder, first)
+    return sorted(file for file in map(folder.joinpath, names) if file.is_file())  # no links to files deleted from a cache
+
+
+def preferred(names: Collection[str], extra: Sequence[str] = ()) -> str | None:
+    """Return the name of the weights, or of their index, that is loaded if a folder has these names; None if there is none.
+
+    ``extra``: further names, after those of transformers.
+    """
+    return next((name for name in (*WEIGHT_NAMES, *extra) if name in names), None)
+
+
+def first_file(folder: Path, extra: Sequence[str] = ()) -> str | None:
+    """Return the name of the weights, or of their index, that a folder's config.json states; without one, see ``preferred``."""
+    return stated_file(folder) or preferred([name for name in (*WEIGHT_NAMES, *extra) if (folder / name).is_file()], extra)
+
+
+def stated_file(folder: Path) -> str | None:
+    """Return the name of the weights, or of their index, in a folder's config.json; None if it states none.
+
+    transformers then loads no other file.
+    """
+    try:
+        name = json.loads((folder / "config.json").read_bytes())["transformers_weights"]
+    except (OSError, ValueError, LookupError, TypeError):  # reported when the config is loaded
+        return None
+    return name if isinstance(name, str) else None
+
+
+def indexed_files(folder: Path, first: str, prefix: str = "") -> list[str]:
+    """Return the names of the files that an index lists for tensors whose names begin with ``prefix``; of weights their own.
+
+    ``first``: see ``first_file``. Raises ``OutriderError`` for a broken index.
+    """
+    if not first.endswith(INDEX_SUFFIX):
+        return [first]
+    return sorted({file for tensor, file in weight_map(folder / first).items() if tensor.startswith(prefix)})
 
 
 def gguf_parts(path: Path) -> list[Path]:
@@ -105,40 +146,13 @@ def gguf_parts(path: Path) -> list[Path]:
     return sorted(file for file, found in own.items() if found and found.groups() == part.groups())
 
 
-def _named_files(folder: Path) -> list[Path]:
-    """Return the files that transformers loads; none if they have other names, or if the index is not readable.
-
-    Mistral's folders hold the weights a second time, under other names.
-    """
-    for file in map(folder.joinpath, WEIGHT_NAMES):
-        if not file.is_file():
-            continue
-        if file.suffix != ".json":
-            return [file]
-        try:
-            names = set(weight_map(file).values())
-            return sorted(each for each in map(folder.joinpath, names) if each.is_file())
-        except (OSError, OutriderError):  # reported when the model is loaded
-            return []
-    return []
-
-
 def weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor by one of ``INDEXES``. Raises ``OutriderError`` if its content is something else."""
+    """Return the file of each tensor by an index. Raises ``OutriderError`` if its content is something else."""
     with errors_as(f"{index} is not a weight index", ValueError, KeyError, TypeError, AttributeError):
         files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
     if not all([isinstance(file, str) for file in files.values()]):
         raise OutriderError(f"{index} is not a weight index: expected the file name of each tensor")
     return files
-
-
-def refuse_too_large(source: str | Path, growth: float) -> None:
-    """Raise ``OutriderError`` if the weights in a local folder exceed the memory of this process.
-
-    ``growth``: bytes in memory per byte in the files.
-    """
-    advice = "choose a smaller or a quantised checkpoint"
-    require_memory(round(growth * weight_bytes(source)), f"the weights in {source} take", advice)
 
 
 def weight_bytes(source: str | Path) -> int:

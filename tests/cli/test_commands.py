@@ -714,5 +714,7 @@ def test_hub_access_is_disabled_only_if_nothing_can_come_from_the_hub(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # read before, when it was imported
     monkeypatch.setattr(session, "_loaded", lambda *_: None)
     drafts = {"mine": target, "inflated": "nobody/nothing"}
+    session.load_plain(ModelOptions(target=str(target), draft=draft, trust_remote_code=True), [method], drafts=drafts)
+    assert "HF_HUB_OFFLINE" not in os.environ  # a folder may name a repository for its code
     session.load_plain(ModelOptions(target=str(target), draft=draft), [method], drafts=drafts)
     assert ("HF_HUB_OFFLINE" in os.environ) == is_offline_mode() == is_offline

@@ -224,6 +224,34 @@ def test_a_known_drafter_in_the_download_cache_is_used(made, target, monkeypatch
     assert chosen(target).why == "drafts with draft model Org/small (known for the target, in the download cache)"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-AWQ", "Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B-GPTQ-Int8", "unsloth/Qwen3-8B-bnb-4bit"),
+        *("RedHatAI/Qwen3-8B-FP8-dynamic", "RedHatAI/Qwen3-8B-quantized.w4a16", "qwen3-8b"),
+        *("Qwen3-8B-Q4_K_M.gguf", "Qwen_Qwen3-8B-Q4_K_M.gguf", "Qwen3-8B.i1-Q4_K_M.gguf"),
+    ],
+)
+def test_known_drafters_are_found_for_the_names_of_quantised_files(name, tmp_path):
+    assert finding.known_drafters(named(name, tmp_path))[:1] == ["Qwen/Qwen3-0.6B"]
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B-Base", "other/My-Qwen3-8B", "Qwen3-8B-AWQ-2"])
+def test_other_models_with_such_names_have_no_known_drafters(name, tmp_path):
+    assert finding.known_drafters(named(name, tmp_path)) == []
+
+
+def named(name, tmp_path):
+    """Return a target without content in the download cache, in a folder or in a GGUF file."""
+    path = tmp_path / name
+    if "/" in name:
+        path = tmp_path / f"models--{name.replace('/', '--')}" / "snapshots" / "c0ffee"
+    (path.parent if path.suffix == ".gguf" else path).mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".gguf":
+        path.touch()
+    return finding.TargetFiles(name, path, None)
+
+
 def test_the_smallest_sufficient_model_of_the_family_is_used(made, target, tmp_path, said):
     small = cached(made / "draft", "Org/model-small")
     cached(make_folder(tmp_path / "medium", num_hidden_layers=4), "Org/model-medium")

@@ -16,14 +16,16 @@ import torch
 from lossless.drafts import draft_for
 from runner.rounds import make_model
 from runner.test_architectures import small_config
+from tiny_folder import make_folder
 from tiny_hybrids import hybrid
 from toy import outputs_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import LLM, GenerationInterrupted, OutriderError, SamplingParams, native
-from outrider.engine.config import load_tokenizer
+from outrider.engine.config import eos_token_ids, load_tokenizer
 from outrider.engine.logprobs import token_logprobs
 from outrider.proposers.base import ScriptedProposer
+from outrider.runner import ModelRunner, RunnerConfig
 
 from .test_detokenizer import byte_level
 from .toy import run
@@ -433,6 +435,17 @@ def test_a_dropped_llm_frees_its_models_at_once(model):
         gc.enable()
 
 
+def test_the_end_of_text_of_a_config_class_ends_no_text(tmp_path):
+    folder = make_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "eos_token_id"}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 9]}')
+    runner = ModelRunner.load(folder, RunnerConfig(compile="never"))
+    assert runner.model.config.eos_token_id == 2 and eos_token_ids(runner, None) == {0, 9}
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
+    assert eos_token_ids(ModelRunner.load(folder, RunnerConfig(compile="never")), None) == {0, 2, 9}
+
+
 def test_custom_tokenizer_code_runs_only_if_trusted_and_never_prompts(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks on the terminal"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -445,7 +458,7 @@ def test_custom_tokenizer_code_runs_only_if_trusted_and_never_prompts(tmp_path, 
     settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"model_type": "own"}))
-    with pytest.raises(OutriderError, match="custom code"):
+    with pytest.raises(OutriderError, match=r"is a model with its own code .*: read it, then pass trust_remote_code=True"):
         load_tokenizer(folder)
     assert type(load_tokenizer(folder, trust_remote_code=True)).__name__ == "Own"
 

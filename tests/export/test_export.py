@@ -364,6 +364,9 @@ def test_the_program_for_transformers_ends_and_weighs_tokens_as_outrider_does(
 ) -> None:
     target = tmp_path / "chat"
     shutil.copytree(models / "target", target)
+    config = json.loads((target / "config.json").read_text())
+    config.pop("eos_token_id")  # the default of its class is another token
+    (target / "config.json").write_text(json.dumps(config))
     own = {"eos_token_id": [5, 9], "repetition_penalty": 1.3, "temperature": 0.4}
     (target / "generation_config.json").write_text(json.dumps(own))
     folder, _ = export("transformers", target=str(target), method="ngram")
@@ -371,6 +374,7 @@ def test_the_program_for_transformers_ends_and_weighs_tokens_as_outrider_does(
     assert config["eos_token_id"] == sorted(LLM(target, compile="never").engine.scheduler.eos_token_ids) and {5, 9} < set(
         config["eos_token_id"]
     )
+    assert 2 not in config["eos_token_id"]
     assert config["repetition_penalty"] == 1.0 and config["do_sample"] is False
 
 

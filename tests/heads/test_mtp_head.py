@@ -76,6 +76,32 @@ def test_an_exported_head_equals_the_original_under_the_layouts_names(family, la
     assert all(torch.equal(tensor, second.state_dict()[name]) for name, tensor in first.state_dict().items())
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("block", [None, [16, 8]])
+def test_a_head_in_fp8_has_the_values_of_its_numbers_and_scales(family, block, tmp_path):
+    """As in the official checkpoints of DeepSeek-V3 and of Qwen3-Next in FP8."""
+    write_checkpoint(family, tmp_path, tiny_target(family))
+    target, prefix = ModelRunner.load(str(tmp_path), CONFIG), NAMES[LAYOUT_OF[family]][0]
+    high, wide = block or (128, 128)
+    exact, stored = {}, {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if not name.startswith(prefix) or not re.search(r"_proj\.weight$", name):
+            continue
+        rows, columns = tensor.shape
+        scales = torch.full((-(-rows // high), -(-columns // wide)), 0.01) * torch.rand(()).add(1)
+        codes = (tensor / scales[0, 0]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        exact[name] = codes.float() * scales[0, 0]
+        stored |= {name: codes, f"{name}_scale_inv": scales}
+    assert stored
+    rewrite(tmp_path, lambda tensors: tensors.update(exact))
+    expected = mtp_formats.load(tmp_path, target).state_dict()
+    rewrite(tmp_path, lambda tensors: tensors.update(stored))
+    set_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": block})
+    assert mtp_formats.is_head(tmp_path, target)
+    found = mtp_formats.load(tmp_path, target).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_the_heads_experts_may_be_stored_in_one_stack(tmp_path):
     write_checkpoint("qwen3_next", tmp_path, tiny_target("qwen3_next"))
     target = ModelRunner.load(str(tmp_path), CONFIG)

@@ -15,7 +15,7 @@ from tiny_folder import make_folder
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertConfig
 
-from outrider import LLM
+from outrider import LLM, SamplingParams
 from outrider.cli import main
 from outrider.runner import ModelRunner, RunnerConfig, attention, kernels, loading, self_check
 from outrider.runner.kv_cache import PassThrough
@@ -77,8 +77,24 @@ def test_a_config_that_is_a_folder(broken):
 
 def test_no_weights(broken):
     (broken / "model.safetensors").unlink()
-    said = f"{broken} has no weights: expected model.safetensors or pytorch_model.bin; copy or download them"
+    said = f"{broken} has no weights: expected model.safetensors or pytorch_model.bin"
     assert refusal(broken) == said
+
+
+def test_an_adapter_and_files_of_other_names_are_no_weights(broken):
+    (broken / "model.safetensors").rename(broken / "model-00001-of-00001.safetensors")
+    assert refusal(broken) == f"{broken} has no weights: expected model.safetensors or pytorch_model.bin"
+    (broken / "model-00001-of-00001.safetensors").rename(broken / "adapter_model.safetensors")
+    (broken / "adapter_config.json").write_text("{}")
+    assert f"{broken} has no weights: it is an adapter (LoRA); merge it" in refusal(broken)
+
+
+def test_the_file_that_the_config_names_is_loaded_and_no_other(broken):
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"transformers_weights": "own.safetensors"}))
+    assert refusal(broken) == f"{broken} has no weights: expected own.safetensors, which config.json names"
+    (broken / "model.safetensors").rename(broken / "own.safetensors")
+    assert LLM(broken, compile="never").generate([[1, 2]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids
 
 
 @pytest.mark.parametrize("keep", [0, 5, 0.5, 0.999])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder
 from tiny_hybrids import hybrid
 
@@ -76,6 +77,16 @@ def test_the_second_load_does_not_read_the_16_bit_weights(tied, mapped, tmp_path
     assert (table.packed.data_ptr() == head.packed.data_ptr()) == tied
     assert head.packed.data_ptr() % 64 == 0
     assert again.model.generation_config.eos_token_id == 0
+
+
+def test_a_checkpoint_with_a_head_that_its_config_ties_to_the_embedding_keeps_both(tmp_path, read):
+    folder = make_folder(tmp_path / "model", hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    expected = logits(ModelRunner.load(folder, INT4))
+    again = ModelRunner.load(folder, INT4)
+    assert len(read) == 1 and torch.equal(logits(again), expected)
 
 
 KINDS = (

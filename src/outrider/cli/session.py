@@ -231,7 +231,8 @@ def _stay_offline(models: ModelOptions, methods: Iterable[str], drafts: Mapping[
     named = [drafts.get(value, value) for name, value in options if is_draft_option(name)]
     sources = [source for source in (models.target, models.draft, *named) if isinstance(source, (str, Path))]
     is_set = "HF_HUB_OFFLINE" in os.environ
-    if not is_set and not models.download_draft and all(expanded(source).is_dir() for source in sources):
+    needs_hub = models.download_draft or models.trust_remote_code  # a folder may name another repository for its code
+    if not is_set and not needs_hub and all(expanded(source).is_dir() for source in sources):
         hub.disable()
 
 

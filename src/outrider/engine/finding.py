@@ -6,6 +6,7 @@ Only names, configs and tensor headers are read. ``MethodSpec.recognise`` of eac
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +32,11 @@ from outrider.types import OutriderError
 logger = getLogger(__name__)
 
 PAIRS = Path(__file__).with_name("drafters.toml")
+# What publishers of quantised files add to a model's name, and "Meta-", which the names of Llama 3 had first.
+PUBLISHED = re.compile(
+    r"^([^_]+_)?(Meta-)?|[.-]i1$|-(AWQ|FP8(-dynamic)?|NVFP4|GPTQ-Int[48]|quantized\.w\d+a\d+|(unsloth-)?bnb-4bit)$",
+    re.IGNORECASE,
+)
 # Draft weights / target weights, unless the folder's name says that it is a draft: families have a third (0.5B for 1.5B, 1B for
 # 3B), and such drafts pay (docs/log/models.md).
 LARGEST, SMALLEST = 2 / 5, 1 / 200
@@ -139,7 +145,7 @@ def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidat
 
 
 def known_drafters(target: TargetFiles) -> list[str]:
-    """Return the hub ids of the public drafters listed for a target's hub id, or for the name of its folder or GGUF file.
+    """Return the hub ids of the public drafters listed for the model whose name a target's hub id, folder or GGUF file has.
 
     Those with another tokenizer are left out: the user must name them.
     """
@@ -148,8 +154,9 @@ def known_drafters(target: TargetFiles) -> list[str]:
     own_names = [_hub_id(folder.parents[1]) if folder.parent.name == "snapshots" else folder.name]
     if file is not None:
         own_names.append(QUANTISATION.sub("", file.name))
+    plain_names = {PUBLISHED.sub("", name.rpartition("/")[2]).lower() for name in own_names}
     for hub_id, by_method in table.items():
-        if not {hub_id.lower(), hub_id.rpartition("/")[2].lower()}.isdisjoint(map(str.lower, own_names)):
+        if hub_id.rpartition("/")[2].lower() in plain_names:
             automatic = [names for method, names in by_method.items() if method != DEFAULT_METHOD_WITH_FOREIGN_DRAFT]
             return [drafter for drafters in automatic for drafter in drafters]
     return []

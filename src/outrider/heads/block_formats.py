@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,8 @@ def _shape(files: HeadFiles, layer: Mapping[str, Any], target: TargetSizes) -> B
     own = _layers(files, layer, target.vocab_size)
     inner = config.get("dflash_config") or {}
     width = files.integer(config, "target_hidden_size", default=own.hidden_size)
-    ids = files.hidden_state_ids(
-        config.get("aux_hidden_state_layer_ids"),
-        inner.get("target_layer_ids") or config.get("target_layer_ids"),
-        lambda: default_hidden_states(target.num_layers, own.num_hidden_layers),
-    )
+    default = partial(default_hidden_states, target.num_layers, own.num_hidden_layers)
+    ids = files.hidden_state_ids(*stated_layers(config), default)
     num_features, rest = divmod(tensors["fc.weight"].shape[-1], width)
     if rest or num_features != len(ids):
         raise OutriderError(
@@ -132,14 +130,20 @@ def _shape(files: HeadFiles, layer: Mapping[str, Any], target: TargetSizes) -> B
         own_output=output is not None,
         output_scale=_factor(files, settings, "output_multiplier", 1.0),
         softcap=_factor(files, settings, "final_logit_softcapping", 0.0),
-        **_second(files, settings, own.hidden_size, size),
+        **_dflash2_fields(files, settings, own.hidden_size, size),
     )
     if shape.max_drafts < 1:
         raise OutriderError(f"{source}: block_size {shape.block_size} leaves no token to draft")
     return shape
 
 
-def _second(files: HeadFiles, settings: Mapping[str, Any], hidden_size: int, num_tokens: int) -> dict[str, int]:
+def stated_layers(config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the hidden states that a config names, and the layers, counted from 0, whose outputs it names instead."""
+    inner = config.get("dflash_config") or {}
+    return config.get("aux_hidden_state_layer_ids"), inner.get("target_layer_ids") or config.get("target_layer_ids")
+
+
+def _dflash2_fields(files: HeadFiles, settings: Mapping[str, Any], hidden_size: int, num_tokens: int) -> dict[str, int]:
     """Return the fields of a shape that describe DFlash 2's convolutions and path selector, if the head has them."""
     tensors, source = files.tensors, files.source
     found: dict[str, int] = {}
@@ -256,11 +260,11 @@ def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Se
     check_exportable(shape)
     layers = [index - 1 for index in shape.hidden_states]
     window = max(shape.windows) or None
-    second = {key: getattr(shape, field) for key, field in (CONVOLUTIONS | SELECTOR).items()}
-    is_second = shape.conv_taps > 0 or shape.selector_rank > 0
+    fields = {key: getattr(shape, field) for key, field in (CONVOLUTIONS | SELECTOR).items()}
+    is_dflash2 = shape.conv_taps > 0 or shape.selector_rank > 0
     changed = {"output_multiplier": (shape.output_scale, 1.0), "final_logit_softcapping": (shape.softcap, 0.0)}
     written = {
-        "architectures": ["Qwen3DSparkModel" if shape.markov_rank else f"DFlash{'2' if is_second else ''}DraftModel"],
+        "architectures": ["Qwen3DSparkModel" if shape.markov_rank else f"DFlash{'2' if is_dflash2 else ''}DraftModel"],
         "model_type": "qwen3",
         **written_layers(config),
         "attention_bias": config.attention_bias,
@@ -273,7 +277,7 @@ def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Se
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": layers,
             **({"causal": shape.causal_windows} if window else {}),
-            **({"block_size": shape.block_size} | second if is_second else {}),
+            **({"block_size": shape.block_size} | fields if is_dflash2 else {}),
             **{key: value for key, (value, usual) in changed.items() if value != usual},
         },
         **({"is_causal": False} if window and not shape.causal_windows else {}),

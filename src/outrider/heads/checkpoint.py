@@ -25,9 +25,20 @@ from torch import Tensor, nn
 
 from outrider.errors import first_line, is_out_of_memory
 from outrider.files import expanded, is_path, write_whole
-from outrider.hub import MEDUSA_FILES, fetch
-from outrider.memory import INDEXES, WEIGHT_NAMES, WEIGHT_SUFFIXES, weight_files, weight_map
+from outrider.hub import fetch
+from outrider.memory import (
+    INDEX_SUFFIX,
+    INDEXES,
+    MEDUSA_FILES,
+    WEIGHT_NAMES,
+    first_file,
+    indexed_files,
+    weight_files,
+    weight_map,
+)
 from outrider.runner.checkpoint_files import is_finite
+from outrider.runner.checkpoints.fp8 import Fp8
+from outrider.runner.checkpoints.weight import LayerTensors
 from outrider.types import OutriderError, dtype_name
 
 if TYPE_CHECKING:
@@ -39,7 +50,7 @@ Head = TypeVar("Head", bound=nn.Module)
 Built = TypeVar("Built")
 Result = TypeVar("Result")
 
-SUFFIXES = (*WEIGHT_SUFFIXES, ".gguf")
+SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 ASSISTANT_TENSOR = "pre_projection.weight"  # of Gemma 4's assistants only
 LAYER_KEYS = (  # config keys that describe a head's layers, of any architecture
     "hidden_size",
@@ -135,8 +146,8 @@ def tensor_names(folder: Path) -> Iterator[str]:
 
     Raises ``OutriderError`` for missing or broken files.
     """
-    first = next((name for name in WEIGHT_NAMES if (folder / name).exists()), None)
-    if first in INDEXES:
+    first = first_file(folder)
+    if first is not None and first.endswith(INDEX_SUFFIX):
         yield from weight_map(folder / first)
         return
     for file in _weight_files(folder):
@@ -258,16 +269,14 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     file = _gguf(folder)
     if file is not None or folder.is_file():
         return [file or folder]
-    first = next((folder / name for name in (*WEIGHT_NAMES, *MEDUSA_FILES) if (folder / name).exists()), None)
+    first = first_file(folder, MEDUSA_FILES)
     if first is None:
         expected = ", ".join(name for name in (*WEIGHT_NAMES, *MEDUSA_FILES) if name not in INDEXES)
         raise OutriderError(f"{folder} has no weights: expected one of {expected}")
-    if first.name not in INDEXES:
-        return [first]
-    names = sorted({file for tensor, file in weight_map(first).items() if tensor.startswith(prefix)})
+    names = indexed_files(folder, first, prefix)
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
-        raise OutriderError(f"{folder} has no {missing[0]}, which {first.name} lists")
+        raise OutriderError(f"{folder} has no {missing[0]}, which {first if first != missing[0] else 'config.json'} lists")
     return [folder / name for name in names]
 
 
@@ -372,8 +381,21 @@ class HeadFiles:
         """
         if isinstance(source, HeadFiles):
             return replace(source, tensors=dict(source.tensors))
-        folder = find_folder(source)
-        return cls(source, folder, *read_folder(folder))
+        return cls.of(source, find_folder(source))
+
+    @classmethod
+    def of(cls, source: object, folder: Path, prefix: str = "") -> HeadFiles:
+        """Read a local folder's tensors whose names begin with ``prefix``. Those that are stored in FP8 become their values."""
+        files = cls(source, folder, *read_folder(folder, prefix))
+        stated, tensors = files.config.get("quantization_config"), files.tensors
+        reader = Fp8(stated if isinstance(stated, dict) else {})
+        for stem in {name.rpartition(".")[0] for name in tensors if name.endswith(Fp8.marks)}:
+            weight = tensors.get(f"{stem}.weight")
+            if weight is not None and weight.dtype == torch.float8_e4m3fn and weight.dim() == 2:
+                outputs, inputs = weight.shape
+                found = {key: tensors.pop(f"{stem}.{key}") for key in Fp8.keys if f"{stem}.{key}" in tensors}
+                tensors[f"{stem}.weight"] = reader.read(LayerTensors(stem, outputs, inputs, found))
+        return files
 
     def rename(self, named: Callable[[str], str]) -> None:
         """Replace the name of each tensor."""

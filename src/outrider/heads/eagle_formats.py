@@ -8,6 +8,7 @@ from 0 and means their outputs, one less. Both are written.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,7 @@ def _shape_of_generation_3(files: HeadFiles, llama: LlamaConfig, num_layers: int
     num_features, rest = divmod(tensors["fc.weight"].shape[1], width)
     if rest or not num_features:
         raise OutriderError(f"{source}: the input width {tensors['fc.weight'].shape[1]} of fc is not a multiple of {width}")
-    key, inner = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
-    ids = files.hidden_state_ids(config.get(key), inner.get(key), lambda: default_hidden_states(num_layers))
+    ids = files.hidden_state_ids(*stated_layers(config), lambda: default_hidden_states(num_layers))
     if len(ids) != num_features:
         raise OutriderError(f"{source} reads {num_features} features, but its config names the layers {ids}")
     output = tensors.get("lm_head.weight")
@@ -138,6 +138,12 @@ def _shape_of_generation_3(files: HeadFiles, llama: LlamaConfig, num_layers: int
         own_embedding="embed_tokens.weight" in tensors,
         own_output=output is not None,
     )
+
+
+def stated_layers(config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the hidden states that a config names, and, as ``eagle_config`` does, the layers whose outputs they are."""
+    key, inner = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
+    return config.get(key), inner.get(key)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------------

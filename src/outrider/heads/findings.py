@@ -69,7 +69,7 @@ def of_block(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
     meant = config.get("num_target_layers")
     if meant not in (None, target.num_layers):
         yield Finding("suspicious", "layers", f"{text}, but its config says that its target has {meant} layers")
-    elif not _names_layers(config):
+    elif not any(block_formats.stated_layers(config)):
         yield Finding("suspicious", "layers", f"{text}, assumed because its config does not name them")
     else:
         yield Finding("ok", "layers", text)
@@ -82,11 +82,6 @@ def of_block(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
     yield from _rope(head, target)
     yield from _dtype(tensors, target)
     yield _size(head, target, "a block")
-
-
-def _names_layers(config: Mapping[str, Any]) -> bool:
-    inner = config.get("dflash_config") or {}
-    return bool(config.get("aux_hidden_state_layer_ids") or config.get("target_layer_ids") or inner.get("target_layer_ids"))
 
 
 def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
@@ -143,8 +138,7 @@ def _draft_vocabulary(
 
 def _layers(config: Mapping[str, Any], states: tuple[int, ...], num_layers: int) -> Iterator[Finding]:
     """Check which hidden states are read, and whether the config names them unambiguously."""
-    outer = config.get("eagle_aux_hidden_state_layer_ids")
-    inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    outer, inner = eagle_formats.stated_layers(config)
     text = f"reads the hidden states {', '.join(map(str, states))} of {num_layers}"
     if not outer and not inner:
         yield Finding("suspicious", "layers", f"{text}, assumed because its config does not name them")

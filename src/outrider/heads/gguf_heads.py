@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.runner import gguf
 from outrider.runner.gguf.architecture import FACTORS, Architecture, Entry, Tensors, Values
-from outrider.runner.gguf.configs import required, windows
+from outrider.runner.gguf.configs import layer_types_of, required
 from outrider.runner.gguf.configs_gemma import gemma4
 from outrider.types import OutriderError
 
@@ -99,7 +99,7 @@ def dflash(entry: Entry, tensors: Tensors, values: Values) -> None:
     rotated = entry("rope.dimension_count")
     if rotated not in (None, values["head_dim"]):
         raise ValueError(f"rotary positions of {rotated} of {values['head_dim']} features, expected all")
-    kinds = windows(entry, values, period=1)
+    kinds = layer_types_of(entry, values, full_attention_every=1)
     values |= {
         "aux_hidden_state_layer_ids": required(entry, "target_layers"),
         "layer_types": kinds,

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.errors import errors_as
-from outrider.heads.checkpoint import TargetSizes
+from outrider.heads.checkpoint import HeadFiles, TargetSizes
 from outrider.heads.feature_head import RolloutHead, Rotation
-from outrider.runner import attention
+from outrider.heads.own_tables import has_own_table
+from outrider.runner import ModelRunner, attention
 from outrider.runner.kv_cache import CacheShape, LayerShape
 from outrider.runner.loading import decoder_layers, num_layers, text_config
 from outrider.runner.survey import survey_without_weights, without_weights
@@ -130,3 +131,15 @@ class MtpHead(RolloutHead):
 
     def logits(self, out: Tensor) -> Tensor:
         return self.target_logits(out) if self.uses_targets_output else self.lm_head(out)
+
+
+def built_head(files: HeadFiles, template: LayerTemplate, layer: int, target: ModelRunner) -> MtpHead:
+    """Return a head for this target, with initial weights. Copies of the target's tables are removed from the files' tensors.
+
+    ``layer``: the template's layer that is copied. Raises ``OutriderError`` if the head does not fit the target.
+    """
+    own_embedding = has_own_table(files.tensors, "embed_tokens.weight", target.model.get_input_embeddings())
+    own_output = has_own_table(files.tensors, "lm_head.weight", target.model.get_output_embeddings())
+    head = files.build(lambda: MtpHead(template, layer, own_embedding, own_output))
+    head.check_fit(target)
+    return head

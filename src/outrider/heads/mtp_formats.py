@@ -24,12 +24,10 @@ from outrider.heads.checkpoint import (
     find_folder,
     kinds_of,
     read_config,
-    read_folder,
     tensor_names,
     write_folder,
 )
-from outrider.heads.mtp import LayerTemplate, MtpHead
-from outrider.heads.own_tables import has_own_table
+from outrider.heads.mtp import LayerTemplate, MtpHead, built_head
 from outrider.runner import ModelRunner, gguf, loading
 from outrider.types import OutriderError
 
@@ -69,18 +67,14 @@ def load(source: str | Path, target: ModelRunner) -> MtpHead:
     """Read a head for this target, in float32. Raises ``OutriderError`` naming the tensor that is missing or does not fit."""
     folder = find_folder(source)
     layout, prefix = _found_layout(folder, target.num_layers, str(source))
-    files = HeadFiles(source, folder, *read_folder(folder, prefix))
+    files = HeadFiles.of(source, folder, prefix)
     found = files.tensors = {
         own: tensor
         for name, tensor in files.tensors.items()
         if (own := _own_name(layout, name.removeprefix(prefix))) is not None
     }
     template = _template(folder, files.config, target)
-    own_embedding = has_own_table(found, "embed_tokens.weight", target.model.get_input_embeddings())
-    own_output = has_own_table(found, "lm_head.weight", target.model.get_output_embeddings())
-    layer = template.layer_for(any(".experts." in name for name in found))
-    head = files.build(lambda: MtpHead(template, layer, own_embedding, own_output))
-    head.check_fit(target)
+    head = built_head(files, template, template.layer_for(any(".experts." in name for name in found)), target)
 
     def named(name: str) -> str:
         return prefix + _stored_name(layout, name)
@@ -114,7 +108,7 @@ def is_head(folder: Path, target: TargetSizes) -> bool:
         return True
     layout, prefix = _found_layout(folder, target.num_layers, str(folder))
     with torch.device("meta"):
-        files = HeadFiles("the head", folder, *read_folder(folder, prefix))
+        files = HeadFiles.of("the head", folder, prefix)
     name, wanted = f"{prefix}{layout.parts['fc']}.weight", (target.hidden_size, 2 * target.hidden_size)
     if name not in files.tensors:
         raise OutriderError(f"{folder} lacks tensors of the head, the first {name}")

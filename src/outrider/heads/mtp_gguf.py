@@ -12,8 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from outrider.heads.checkpoint import HeadFiles, TargetSizes
-from outrider.heads.mtp import LayerTemplate, MtpHead
-from outrider.heads.own_tables import has_own_table
+from outrider.heads.mtp import LayerTemplate, MtpHead, built_head
 from outrider.runner import ModelRunner, gguf
 from outrider.runner.loading import decoder_layers, text_config
 from outrider.types import OutriderError
@@ -26,7 +25,7 @@ PARTS = {  # the file's names -> the head's modules; the other tensors of the bl
     "nextn.shared_head_head": "lm_head",
     "nextn.embed_tokens": "embed_tokens",
 }
-LAYER = "layers.0."
+HEAD_LAYER = "layers.0."
 
 
 def is_head(path: Path, target: TargetSizes) -> bool:
@@ -57,9 +56,7 @@ def load(path: Path, target: ModelRunner) -> MtpHead:
     layer = template.layer_for(any(name.startswith(prefix) and "_exps." in name for name in file.tensors))
     names = _names(file, prefix, template, layer)
     files = HeadFiles(path, path, {}, _values(file, names, template, layer))
-    own_embedding = has_own_table(files.tensors, "embed_tokens.weight", target.model.get_input_embeddings())
-    own_output = has_own_table(files.tensors, "lm_head.weight", target.model.get_output_embeddings())
-    head = files.build(lambda: MtpHead(template, layer, own_embedding, own_output))
+    head = built_head(files, template, layer, target)
     stored = {f"{own}.weight": f"{prefix}{part}.weight" for part, own in PARTS.items()}
     stored |= {own: name for name, own in names.items()}
     return files.fill(head, named=lambda name: stored.get(name, name))
@@ -79,14 +76,14 @@ def _names(file: gguf.GgufFile, prefix: str, template: LayerTemplate, layer: int
         own = file.record.own_name(f"blk.{layer}.{part}", known)
         if not own:
             raise OutriderError(f"{file.path}: unexpected tensor {name} for a {template.model.config.model_type} model")
-        names[name] = LAYER + own.partition(f"layers.{layer}.")[2]
+        names[name] = HEAD_LAYER + own.partition(f"layers.{layer}.")[2]
     return names
 
 
 def _values(file: gguf.GgufFile, names: dict[str, str], template: LayerTemplate, layer: int) -> dict[str, Tensor]:
     """Return the values of the block's tensors under the head's names."""
     read = partial(gguf.read_tensor, gguf.converter_undo(text_config(template.model), file))
-    modules = dict(decoder_layers(template.model)[layer].named_modules(prefix=LAYER.removesuffix(".")))
+    modules = dict(decoder_layers(template.model)[layer].named_modules(prefix=HEAD_LAYER.removesuffix(".")))
     return {
         own: gguf.join_parts([read(file.tensors[name]) for name in same], modules.get(own.rpartition(".")[0]))
         for own, same in gguf.tensors_by_parameter(names).items()

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.runner.linear import weight_of
+from outrider.runner.linear import weight_slices
 
 SHARED = 0.02  # maximum relative distance of a stored copy from the target's table, for 8-bit rounding
-SLICE = 4096  # rows compared at once: whole tables in float32 would take several times their memory
+SLICE = 4096  # rows compared at once: whole tables in float32 would take several times their memory; full panels
 
 
 def has_own_table(tensors: dict[str, Tensor], name: str, module: Any) -> bool:
@@ -20,20 +20,20 @@ def has_own_table(tensors: dict[str, Tensor], name: str, module: Any) -> bool:
     """
     if name not in tensors:
         return False
-    if getattr(module, "embed_scale", None) is not None or not _is_copy(tensors[name], weight_of(module).detach()):
+    if getattr(module, "embed_scale", None) is not None or not _is_copy(tensors[name], module):
         return True
     del tensors[name]
     return False
 
 
-def _is_copy(own: Tensor, other: Tensor) -> bool:
-    """Return whether two tables [V, H] are equal up to rounding. The numbers of padding rows at their ends may differ."""
-    if own.shape[1:] != other.shape[1:]:
-        return False
-    rows = min(len(own), len(other))
+def _is_copy(own: Tensor, module: Any) -> bool:
+    """Return whether a table [V, H] equals a module's weight up to rounding. Padding rows at their ends may differ."""
     distance = size = 0.0
-    for mine, theirs in zip(own[:rows].split(SLICE), other[:rows].split(SLICE), strict=True):
-        wanted = theirs.float().cpu()
-        distance += float((mine.float() - wanted).square().sum())
+    for mine, theirs in zip(own.split(SLICE), weight_slices(module, SLICE), strict=False):
+        if mine.shape[1:] != theirs.shape[1:]:
+            return False
+        rows = min(len(mine), len(theirs))
+        wanted = theirs[:rows].float().cpu()
+        distance += float((mine[:rows].float() - wanted).square().sum())
         size += float(wanted.square().sum())
     return distance <= SHARED**2 * size

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from outrider.errors import first_line
-from outrider.memory import INDEXES, WEIGHT_NAMES, weight_files, weight_map
+from outrider.hub import expected_weights
+from outrider.memory import first_file, indexed_files, weight_files
 from outrider.types import OutriderError
 
 MADV_POPULATE_READ = 22  # Linux 5.14 and newer
@@ -33,11 +34,12 @@ AGAIN = "download it again"
 def check_weight_files(source: str | Path) -> None:
     """Raise ``OutriderError`` for weights in a local folder that are missing, incomplete or damaged, or on a disk error."""
     folder, files = Path(source), weight_files(source)
-    first = next((file for name in WEIGHT_NAMES if (file := folder / name).is_file()), None)  # the others are not read
-    if first is not None and first.name in INDEXES:
-        weight_map(first)
+    first = first_file(folder)
+    if first is not None and (folder / first).is_file():
+        indexed_files(folder, first)
     elif folder.is_dir() and not files:
-        raise OutriderError(f"{source} has no weights: expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}; copy or download them")
+        why = expected_weights([file.name for file in folder.iterdir()], first)
+        raise OutriderError(f"{source} has no weights: {why}")
     for file in files:
         _check_whole(file)
         _check_readable(file)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -137,9 +137,29 @@ def weight_of(module: nn.Module) -> Tensor:
     if packed is None:
         weight: Any = module.weight
         return weight
-    is_embedding = isinstance(module, PackedEmbedding)
-    outputs: Any = module.num_embeddings if is_embedding else module.out_features
-    inputs: Any = module.embedding_dim if is_embedding else module.in_features
+    return _unpacked(module, packed, _num_outputs(module))
+
+
+def weight_slices(module: nn.Module, num_rows: int) -> Iterator[Tensor]:
+    """Yield the rows of ``weight_of``, ``num_rows`` at a time: only these of a packed weight are unpacked.
+
+    ``num_rows``: a multiple of ``kernels.PANEL``.
+    """
+    packed = getattr(module, "packed", None)
+    if packed is None:
+        yield from weight_of(module).detach().split(num_rows)
+        return
+    for index, part in enumerate(packed.split(num_rows // kernels.PANEL)):
+        yield _unpacked(module, part, _num_outputs(module) - index * num_rows)
+
+
+def _num_outputs(module: Any) -> int:
+    return int(module.num_embeddings if isinstance(module, PackedEmbedding) else module.out_features)
+
+
+def _unpacked(module: Any, packed: Tensor, outputs: int) -> Tensor:
+    """Return the values [outputs, inputs] of panels of a module's packed weight. ``outputs``: without padding, or more."""
+    inputs = module.embedding_dim if isinstance(module, PackedEmbedding) else module.in_features
     values = blocks.unpack(packed, outputs, inputs) if blocks.is_blocks(packed) else kernels.unpack_weight(packed, outputs)
     order: Any = getattr(module, "order", None)
     return values if order is None else torch.empty_like(values).index_copy_(1, order, values)

@@ -29,12 +29,12 @@ from transformers.utils.generic import ModelOutput
 from outrider.errors import first_line
 from outrider.files import expanded, is_path, not_a_model_folder
 from outrider.hub import expected_of, fetch_configs, fetch_weights, is_cached_only, is_hub_id
-from outrider.memory import on_this_machine
+from outrider.memory import on_this_machine, require_memory, weight_bytes, weight_files
 from outrider.runner import attention, gguf, recurrence
 from outrider.runner.checkpoint_files import check_config_file, check_sizes, check_weight_files, is_finite
 from outrider.runner.checkpoints import modelopt
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
-from outrider.runner.checkpoints.stored import without_quantization
+from outrider.runner.checkpoints.stored import headers, without_quantization
 from outrider.runner.checkpoints.weight import Format
 from outrider.types import OutriderError, dtype_name
 
@@ -42,14 +42,14 @@ logger = logging.getLogger(__name__)
 
 # The cache's name for a ``forward`` that takes any argument; transformers 5.24 added the property of the old name.
 ANY_CACHE = "cache" if hasattr(ModelOutput, "past_key_values") else "past_key_values"
-LAYER = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # layer index in a tensor's name
+LAYER_INDEX = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # layer index in a tensor's name
 # Names that quantisers give to a layer's numbers beside its codes.
 SCALES = re.compile(r"weight_scale(_inv|_2)?|input_scale|weight_packed|qweight|qzeros|scales|absmax|SCB")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configs
 
 
 def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None, dtype: torch.dtype | str) -> float:
-    """Return the bytes in memory per byte in a checkpoint's files, at most. ``dtype``: the one to load, or "auto"."""
+    """Return an upper bound of the bytes in memory per byte of the checkpoint's files. ``dtype``: the requested, or "auto"."""
     quantization = quantization_of(config)
     stored = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
     if quantization is None and dtype != "auto" and isinstance(stored, torch.dtype):
@@ -60,6 +60,20 @@ def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None,
     if reader is not None:
         return reader.growth
     return 4 if method_of(quantization) == "mxfp4" else 1  # transformers' own quantiser makes 16 bits of 4
+
+
+def refuse_too_large(source: str | Path, growth: float, reader: Format | None) -> None:
+    """Raise ``OutriderError`` if the weights in a local folder exceed the memory of this process.
+
+    ``growth``: see ``growth_of``; ``reader``: if it decodes the weights, which grow by their dtypes.
+    """
+    needed = round(growth * weight_bytes(source))
+    if reader is not None:
+        try:
+            needed = reader.num_bytes(headers([str(file) for file in weight_files(source)]).values())
+        except OutriderError:  # broken files are reported when they are loaded
+            return
+    require_memory(needed, f"the weights in {source} take", "choose a smaller or a quantised checkpoint")
 
 
 def load_model(
@@ -155,7 +169,7 @@ def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
 
     Such a layer may also be a draft head, which has norms and a projection that decoder layers lack.
     """
-    found = [(key, layer[1]) for key in sorted(keys) if (layer := re.search(LAYER, key)) is not None]
+    found = [(key, layer[1]) for key in sorted(keys) if (layer := re.search(LAYER_INDEX, key)) is not None]
     heads = {layer for key, layer in found if re.search(r"\.(eh_proj|enorm|hnorm)\.", key)}
     return [key for key, layer in found if int(layer) >= num_layers(config) and layer not in heads]
 
@@ -253,6 +267,13 @@ def refuse_missing(source: str | Path) -> None:
         raise OutriderError(f"no model folder {str(source)!r}: {expected_of(source)}")
 
 
+def refuse_custom_code(source: str | Path, error: BaseException) -> None:
+    """Raise ``OutriderError`` if a loader failed because it may not run a model's own code."""
+    if "custom code" in str(error):
+        advice = "read it, then pass trust_remote_code=True to run it"
+        raise OutriderError(f"{source} is a model with its own code in its folder or repository: {advice}") from error
+
+
 def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the model's config. Raises ``OutriderError`` if it is missing or not a language model's."""
     path, file = Path(source), gguf.find(source)
@@ -273,9 +294,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     except OutriderError:
         raise
     except Exception as error:  # invalid configs raise many kinds of exceptions
-        if "contains custom code" in str(error):
-            advice = "read it, then pass trust_remote_code=True to run it"
-            raise OutriderError(f"{source} is a model with its own code in its folder or repository: {advice}") from error
+        refuse_custom_code(source, error)
         hint = "" if on_this_machine(source) is not None else " (neither a local folder nor a reachable hub id)"
         raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
     folder = on_this_machine(source)

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from outrider import native
 from outrider.errors import errors_as
 from outrider.hub import fetch_weights
-from outrider.memory import refuse_too_large
 from outrider.runner import experts, linear, loading, packing
 from outrider.runner.attention import PassLayout
 from outrider.runner.config import RunnerConfig
@@ -112,7 +111,8 @@ class ModelRunner:
                 return cls._checked(packed, config, device, str(model), shape, "eager")
         growth = loading.growth_of(wanted, reader, config.bits, config.dtype) if device.type == "cpu" else 0.0
         fetch_weights(model, growth)
-        refuse_too_large(model, growth)
+        if growth:
+            loading.refuse_too_large(model, growth, reader if config.bits is None else None)
         loaded = loading.load_model(model, wanted, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         own_dtype = loaded.dtype

@@ -79,6 +79,8 @@ class PackedFile:
         try:
             stored = torch.load(path, mmap=True, weights_only=True)
             model = without_weights(config, model_class, stored["dtype"])
+            if not stored["is_tied"]:
+                _untie(model)
             packing.pack_model(loading.prepare_for_passes(model, by_request), self.bits)
             _fill(model, stored["tensors"], path.stat().st_size)
         except Exception as error:  # for example, a file of other code
@@ -96,7 +98,9 @@ class PackedFile:
 
         ``dtype``: the model's before it was packed.
         """
-        stored = {"dtype": dtype, "tensors": {name: tensor.detach().contiguous() for name, tensor in _tensors(model)}}
+        tensors = {name: tensor.detach().contiguous() for name, tensor in _tensors(model)}
+        packed = [getattr(each, "packed", None) for each in (model.get_input_embeddings(), model.get_output_embeddings())]
+        stored = {"dtype": dtype, "is_tied": packed[0] is packed[1], "tensors": tensors}
         try:
             path = disk_cache.write(KIND, self.key, SUFFIX, lambda file: _write(stored, file))
         except OutriderError as error:
@@ -112,6 +116,15 @@ def _write(stored: dict[str, Any], file: BinaryIO) -> None:
         torch.save(stored, file)
     except RuntimeError as error:
         raise OSError(first_line(error.__context__ or error)) from error
+
+
+def _untie(model: Any) -> None:
+    """Give the output head of a model on the meta device a weight of its own, in place.
+
+    The config of some checkpoints ties it to the embedding, but they hold both: transformers then loads both.
+    """
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
 
 
 def _fill(model: PreTrainedModel, stored: dict[str, Tensor], num_bytes: int) -> None:

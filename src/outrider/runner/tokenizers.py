@@ -9,6 +9,7 @@ import filecmp
 import json
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from outrider.memory import on_this_machine
 from outrider.runner import gguf
 from outrider.runner.checkpoint_files import check_config_file
 from outrider.runner.gguf.tokenizer import SPACE
-from outrider.runner.loading import load_config, refuse_missing
+from outrider.runner.loading import load_config, refuse_custom_code, refuse_missing
 from outrider.types import OutriderError
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # compared: the first in both folders
+# Compared: the first in both folders.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+VOCABULARY_SUFFIXES = (".model", ".tiktoken", ".spm")
 CONTINUED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')  # a prefix that is not empty
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token of SentencePiece for one byte
@@ -70,7 +73,10 @@ def _check_learned(target: dict[str, int], draft: dict[str, int], added: Collect
 
 
 def check_same_files(target: Path, draft: Path) -> None:
-    """Raise ``DifferentVocabulary`` unless the tokenizers of two folders or GGUF files agree, without loading a tokenizer."""
+    """Raise ``DifferentVocabulary`` unless the tokenizers of two folders or GGUF files agree, without loading a tokenizer.
+
+    Raises ``OutriderError`` if they have no files that can be compared.
+    """
     name = next((name for name in TOKENIZER_FILES if (target / name).exists() and (draft / name).exists()), None)
     if name is not None:
         if filecmp.cmp(target / name, draft / name, shallow=False):
@@ -102,15 +108,32 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTr
             check_config_file(folder / "config.json")
         if gguf.find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
             load_config(source, trust_remote_code)
+        refuse_custom_code(source, error)
         why = first_line(error) if folder is None else tokenizer_problem(folder, error)
         raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {why}") from error
+    if folder is not None:
+        _add_template(tokenizer, folder)
     return tokenizer
+
+
+def _add_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Set a tokenizer's chat template from chat_template.json, where older multimodal models have it, if it has no other."""
+    if tokenizer.chat_template:
+        return
+    with suppress(OSError, ValueError, LookupError, TypeError):  # no such file, or a file of something else
+        tokenizer.chat_template = str(json.loads((folder / "chat_template.json").read_bytes())["chat_template"])
 
 
 def has_tokenizer(source: str | Path) -> bool:
     """Return whether a folder, a hub id in the download cache or a GGUF file holds a vocabulary, readable or not."""
     folder = on_this_machine(source)
-    return gguf.find(source) is not None or (folder is not None and any((folder / name).is_file() for name in TOKENIZER_FILES))
+    return gguf.find(source) is not None or (folder is not None and bool(_vocabulary_files(folder)))
+
+
+def _vocabulary_files(folder: Path) -> list[str]:
+    """Return the names of the files in a folder that may hold a vocabulary, those of ``TOKENIZER_FILES`` first."""
+    others = {file.name for file in folder.iterdir() if file.suffix in VOCABULARY_SUFFIXES}.difference(TOKENIZER_FILES)
+    return [name for name in (*TOKENIZER_FILES, *sorted(others)) if (folder / name).is_file()]
 
 
 def check_merges(folder: Path) -> None:
@@ -133,7 +156,7 @@ def check_merges(folder: Path) -> None:
 
 def tokenizer_problem(folder: Path, error: BaseException) -> str:
     """Say why the tokenizer in a folder cannot be loaded: name a file that is missing or broken, else quote the error."""
-    present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    present = _vocabulary_files(folder)
     for name in (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json"):
         if not (name.endswith(".json") and (folder / name).is_file()):
             continue
@@ -152,13 +175,13 @@ def tokenizer_problem(folder: Path, error: BaseException) -> str:
 def _vocabulary(source: Path) -> tuple[dict[str, int], set[str]]:
     """Return the id of each token in a folder's tokenizer.json or in a GGUF file, and the added tokens.
 
-    Raises ``DifferentVocabulary`` if there is neither.
+    Raises ``OutriderError`` if there is neither.
     """
     file = source / TOKENIZER_FILES[0]
     if not file.exists():
         model = gguf.find(source)
         if model is None:
-            raise DifferentVocabulary("draft and target have no tokenizer files to compare")
+            raise OutriderError(f"the tokenizers cannot be compared: {source} has no {TOKENIZER_FILES[0]}")
         return gguf.GgufFile.open(model).vocabulary()
     content = json.loads(file.read_bytes())
     tokens = content["model"]["vocab"]

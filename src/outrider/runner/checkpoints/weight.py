@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,15 +40,15 @@ class QuantizedWeight:
         if self.kind is not None:
             numbers = torch.tensor(native.CODES4[self.kind], dtype=torch.float32)[self.codes.int()]
         elif self.zeros is not None:
-            numbers = (self.codes.int() - spread(self.zeros, self.group, inputs)).float()
+            numbers = (self.codes.int() - per_input(self.zeros, self.group, inputs)).float()
         else:
             numbers = self.codes.float() - (1 << (self.bits - 1))
-        values = numbers * spread(self.scales, self.group, inputs)
+        values = numbers * per_input(self.scales, self.group, inputs)
         return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
 
 
-def spread(each: Tensor, group: int, inputs: int) -> Tensor:
-    """Repeat numbers of groups [outputs, groups] for each input: [outputs, inputs], or [outputs, 1] for one group."""
+def per_input(each: Tensor, group: int, inputs: int) -> Tensor:
+    """Repeat the numbers of groups [outputs, groups] for each input: [outputs, inputs], or [outputs, 1] for one group."""
     return each if each.shape[1] == 1 else each.repeat_interleave(group, 1)[:, :inputs]
 
 
@@ -133,10 +133,15 @@ class Format:
     marks: tuple[str, ...]  # last parts of names: a layer that has such a tensor is quantised
     keys: tuple[str, ...]  # last parts of the names of the tensors that ``read`` looks at
     has_codes = True  # whether weights are codes that keep their 4 or 8 bits; False for floating-point numbers of 8 bits
-    growth = 1.0  # bytes in memory per byte in the files, at most
+    growth = 1.0  # upper bound of the bytes in memory per byte of the files
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """``config``: the checkpoint's quantisation. Raises ``OutriderError`` for unsupported variants."""
+
+    def num_bytes(self, stored: Iterable[Tensor]) -> int:
+        """Return an upper bound of the bytes in memory of a checkpoint's tensors, which may be on the meta device."""
+        per_float8 = 2 if self.growth == 2 else 4  # numbers and scales in float8 are decoded, others stay as they are
+        return sum(each.numel() * (per_float8 if each.dtype == torch.float8_e4m3fn else each.itemsize) for each in stored)
 
     def read(self, layer: LayerTensors) -> QuantizedWeight | Tensor:
         """Return the weight: codes, or values [outputs, inputs] where these are exact in 16 or 32 bits.

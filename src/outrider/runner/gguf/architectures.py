@@ -22,10 +22,16 @@ def _bias_at(name: str) -> dict[str, str]:
     return {r"exp_probs_b\.bias": name}
 
 
+def _experts_as(count: str) -> dict[str, str]:
+    """Return the entries with the number of experts, whose name in the config is ``count``, and of those chosen for a token."""
+    return {count: "expert_count", "num_experts_per_tok": "expert_used_count"}
+
+
 Q_BIAS = "blk.0.attn_q.bias"
 BIAS = {"attention_bias": Q_BIAS}
 BIASES = BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}
 NORMS = {"use_qk_norm": "blk.0.attn_q_norm.weight"}
+NORM_EPS = {"layer_norm_eps": "attention.layer_norm_epsilon"}
 QWEN35: dict[str, Any] = {
     "theta": 1e7,
     "scalings": (),
@@ -44,7 +50,7 @@ DEEPSEEK: dict[str, Any] = {
 }
 DEEPSEEK_V2 = Architecture("deepseek_v2", configs.deepseek_v2, router=SOFTMAX, **DEEPSEEK)
 OLMO3 = Architecture("olmo3", configs.olmo3, theta=5e5)
-MIXTRAL = Architecture("mixtral", configs.mixtral, changes_like="llama")
+MIXTRAL = Architecture("mixtral", entries=_experts_as("num_local_experts"), changes_like="llama")
 GRANITE_EXPERTS = {
     r"ffn_gate_inp\.weight": "block_sparse_moe.router.weight",
     **_experts_at("block_sparse_moe.experts"),
@@ -135,7 +141,7 @@ ARCHITECTURES = {
         },
         is_unused=changes.is_unused_in_shared_layers,
     ),
-    "phi2": Architecture("phi", configs.phi2, theta=1e4, scalings=()),
+    "phi2": Architecture("phi", configs.partial_rotary, theta=1e4, entries=NORM_EPS, scalings=()),
     "phi3": Architecture(
         "phi3", configs.phi3, theta=1e4, config_tensors=tuple(configs.PHI3_FACTORS.values()), scalings=("longrope",)
     ),
@@ -154,13 +160,13 @@ ARCHITECTURES = {
     ),
     "smollm3": Architecture("smollm3", changes_like="llama"),
     "olmo2": Architecture("olmo2", variant=lambda entry, _: OLMO3 if entry("attention.sliding_window") else None),
-    "olmoe": Architecture("olmoe", configs.olmoe),
+    "olmoe": Architecture("olmoe", entries=_experts_as("num_experts")),
     "exaone4": Architecture("exaone4", configs.exaone4, none_if_missing=("sliding_window",)),
     "seed_oss": Architecture("seed_oss", flags=BIAS | {"attention_out_bias": "blk.0.attn_output.bias"}),
     "glm4": Architecture("glm4", configs.partial_rotary, theta=1e4, flags=BIAS),
     "glm4moe": Architecture("glm4_moe", configs.glm4moe, router=SIGMOID, theta=1e4, flags=BIAS | NORMS, renamed=DEEPSEEK_BIAS),
-    "command-r": Architecture("cohere", configs.cohere, theta=1e4, flags=BIAS | NORMS),
-    "cohere2": Architecture("cohere2", configs.cohere2, theta=1e4, flags=BIAS | NORMS),
+    "command-r": Architecture("cohere", configs.cohere, theta=1e4, flags=BIAS | NORMS, entries=NORM_EPS),
+    "cohere2": Architecture("cohere2", configs.cohere2, theta=1e4, flags=BIAS | NORMS, entries=NORM_EPS),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", flags=BIAS),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", configs.hunyuan_moe, flags=BIAS),
     "arcee": Architecture("arcee", changes_like="llama"),
@@ -181,7 +187,7 @@ ARCHITECTURES = {
         config_tensors=tuple(configs.PHI3_FACTORS.values()),
     ),
     "exaone-moe": Architecture("exaone_moe", configs.exaone_moe, router=SIGMOID, renamed=DEEPSEEK_BIAS, ignored=SHARED_WIDTH),
-    "jais2": Architecture("jais2", configs.jais2, flags=BIASES),
+    "jais2": Architecture("jais2", flags=BIASES, entries=NORM_EPS),
     "dots1": Architecture("dots1", configs.add_deepseek_experts, router=SIGMOID, renamed=DEEPSEEK_BIAS),
     "falcon-h1": Architecture("falcon_h1", configs.falcon_h1, **FALCON_H1),
     "deepseek2": Architecture(
@@ -211,7 +217,9 @@ ARCHITECTURES = {
         changes_like="lfm2",
         renamed=_bias_at("feed_forward.expert_bias") | _experts_at("feed_forward.experts"),
     ),
-    "nemotron": Architecture("nemotron", configs.nemotron, theta=1e4),
+    "nemotron": Architecture(
+        "nemotron", configs.partial_rotary, theta=1e4, entries={"norm_eps": "attention.layer_norm_epsilon"}
+    ),
     "stablelm": Architecture(
         "stablelm",
         configs.stablelm,

@@ -51,9 +51,13 @@ def by_layer(entry: Entry, name: str) -> list[Any]:
     return value if isinstance(value, list) else [value] * num_layers
 
 
-def windows(entry: Entry, values: Values, period: int) -> list[str]:
-    """Return the kinds of layers. ``period``: without an entry, every layer but the last of so many has a window."""
-    pattern = entry("attention.sliding_window_pattern") or period
+def layer_types_of(entry: Entry, values: Values, full_attention_every: int) -> list[str]:
+    """Return the type of each layer.
+
+    ``full_attention_every``: if the file has no pattern, every layer of that number has full attention, all others a sliding
+    window.
+    """
+    pattern = entry("attention.sliding_window_pattern") or full_attention_every
     if not isinstance(pattern, list):
         pattern = [(layer + 1) % pattern > 0 for layer in range(values["num_hidden_layers"])]
     return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
@@ -214,10 +218,6 @@ def minimax_m2(entry: Entry, tensors: Tensors, values: Values) -> None:
     add_experts(entry, values, "num_local_experts", "intermediate_size")
 
 
-def mixtral(entry: Entry, _: Tensors, values: Values) -> None:
-    add_experts(entry, values, "num_local_experts")
-
-
 def granitemoe(entry: Entry, _: Tensors, values: Values) -> None:
     _add_granite_scales(entry, values)
     add_experts(entry, values, "num_local_experts")
@@ -277,7 +277,7 @@ def nemotron_h(entry: Entry, tensors: Tensors, values: Values) -> None:
 def exaone4(entry: Entry, _: Tensors, values: Values) -> None:
     """Add which layers have a window, by default none."""
     values["sliding_window"] = entry("attention.sliding_window") or None
-    values["layer_types"] = windows(entry, values, period=1)
+    values["layer_types"] = layer_types_of(entry, values, full_attention_every=1)
 
 
 def olmo3(entry: Entry, tensors: Tensors, values: Values) -> None:
@@ -343,18 +343,13 @@ def qwen3moe(entry: Entry, _: Tensors, values: Values) -> None:
 
 
 def cohere(entry: Entry, _: Tensors, values: Values) -> None:
-    values["layer_norm_eps"] = required(entry, "attention.layer_norm_epsilon")
     values["logit_scale"] = entry("logit_scale") or 1.0
 
 
 def cohere2(entry: Entry, tensors: Tensors, values: Values) -> None:
     cohere(entry, tensors, values)
     values["sliding_window"] = required(entry, "attention.sliding_window")
-    values["layer_types"] = windows(entry, values, period=4)
-
-
-def olmoe(entry: Entry, _: Tensors, values: Values) -> None:
-    add_experts(entry, values, "num_experts")
+    values["layer_types"] = layer_types_of(entry, values, full_attention_every=4)
 
 
 def hunyuan_moe(entry: Entry, _: Tensors, values: Values) -> None:
@@ -376,7 +371,7 @@ def afmoe(entry: Entry, _: Tensors, values: Values) -> None:
         "num_dense_layers": entry("leading_dense_block_count") or 0,
         "route_scale": entry("expert_weights_scale") or 1.0,
         "sliding_window": required(entry, "attention.sliding_window"),
-        "layer_types": windows(entry, values, period=4),
+        "layer_types": layer_types_of(entry, values, full_attention_every=4),
         "mup_enabled": True,  # in llama.cpp's code
     }
 
@@ -387,18 +382,8 @@ def falcon_h1(entry: Entry, _: Tensors, values: Values) -> None:
     values["mamba_norm_before_gate"] = False  # in llama.cpp's code
 
 
-def nemotron(entry: Entry, tensors: Tensors, values: Values) -> None:
-    values["norm_eps"] = required(entry, "attention.layer_norm_epsilon")
-    partial_rotary(entry, tensors, values)
-
-
 def stablelm(entry: Entry, tensors: Tensors, values: Values) -> None:
     values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors  # like llama.cpp, which does not read the entry
-    partial_rotary(entry, tensors, values)
-
-
-def phi2(entry: Entry, tensors: Tensors, values: Values) -> None:
-    values["layer_norm_eps"] = required(entry, "attention.layer_norm_epsilon")
     partial_rotary(entry, tensors, values)
 
 
@@ -417,7 +402,3 @@ def exaone_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values["num_shared_experts"] = required(entry, "expert_shared_count")
     _add_expert_groups(entry, values)
-
-
-def jais2(entry: Entry, _: Tensors, values: Values) -> None:
-    values["layer_norm_eps"] = required(entry, "attention.layer_norm_epsilon")

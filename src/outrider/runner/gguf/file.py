@@ -23,7 +23,7 @@ from outrider.memory import gguf_parts
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import EXPERT_TENSOR, FACTORS, Architecture, Array
 from outrider.runner.gguf.architectures import ARCHITECTURES
-from outrider.runner.gguf.configs import add_positions, check_router
+from outrider.runner.gguf.configs import add_positions, check_router, required
 from outrider.types import OutriderError
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -277,10 +277,11 @@ class GgufFile:
             add_positions(entry, values, architecture.theta)
             if architecture.router is not None:
                 check_router(entry, architecture.router)
+            values |= {own: required(entry, name) for own, name in architecture.entries.items()}
             if architecture.complete is not None:
                 architecture.complete(entry, self.tensors, values)
             given = {name: value for name, value in values.items() if value is not None}
-            given = dict.fromkeys(architecture.none_if_missing) | given
+            given = dict.fromkeys((*architecture.none_if_missing, "eos_token_id")) | given
             config: PreTrainedConfig = CONFIG_MAPPING[architecture.model_type].from_dict(given)
         except Exception as error:  # a header may say anything, and config classes check their values in their own ways
             said = f"lacks {error}" if isinstance(error, KeyError) else f"is not that of a model ({first_line(error)})"

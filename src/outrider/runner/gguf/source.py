@@ -48,8 +48,11 @@ def architecture_of(path: Path) -> str:
     return found[2][: int.from_bytes(found[1], "little")].decode(errors="replace") if found else ""
 
 
-def is_beside(source: str | Path, file: Path, *names: str) -> bool:
-    """Return whether any of these files is next to a GGUF file. They count only if the folder was given."""
+def has_own_file(source: str | Path, file: Path, *names: str) -> bool:
+    """Return whether the folder that the user gave holds any of these files next to its GGUF file.
+
+    False if the file itself was given.
+    """
     return expanded(source).is_dir() and any((file.parent / name).exists() for name in names)
 
 
@@ -60,7 +63,7 @@ def load_config(source: str | Path, path: Path) -> PreTrainedConfig:
     """
     file = GgufFile.open(path)
     file.refuse_unsupported()
-    config = _language_config(path.parent) if is_beside(source, path, "config.json") else file.config()
+    config = _language_config(path.parent) if has_own_file(source, path, "config.json") else file.config()
     for name, value in file.record.fixed.items():
         setattr(config, name, value)
     if file.is_quantized:

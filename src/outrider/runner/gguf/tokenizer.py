@@ -23,9 +23,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf import gguf_tokenizer_mapping as transformers_gguf
 
 from outrider.hub import is_cached_only
-from outrider.runner.gguf.architectures import ARCHITECTURES
 from outrider.runner.gguf.file import TOKENS, GgufFile
-from outrider.runner.gguf.source import find, is_beside
+from outrider.runner.gguf.source import find, has_own_file
 from outrider.runner.gguf.splits import ADDING_BOS, IGNORING_MERGES, NORMALISED, is_known, pre_tokenizer_of
 
 logger = logging.getLogger(__name__)
@@ -39,16 +38,18 @@ SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"
 
 
 def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder, hub id or GGUF file, as ``AutoTokenizer`` does."""
+    """Load the tokenizer of a folder, hub id or GGUF file, as ``AutoTokenizer`` does.
+
+    Raises ``OutriderError`` for a GGUF file of an unsupported model.
+    """
     path = find(source)
-    if path is None or is_beside(source, path, "tokenizer.json", "tokenizer_config.json"):
+    if path is None or has_own_file(source, path, "tokenizer.json", "tokenizer_config.json"):
         return AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=is_cached_only(source)
         )
     file = GgufFile.open(path)
+    file.refuse_unsupported()
     _warn_of_an_unknown_split(file)
-    if file.architecture not in ARCHITECTURES:
-        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)  # reads the whole header with gguf's class
     # Not by from_pretrained, which would prefer a tokenizer.json beside the file.
     kind: Any = TOKENIZER_MAPPING.get(CONFIG_MAPPING[file.record.model_type], TokenizersBackend)
     entries, options = _entries(file, "tokenizer"), _entries(file, "tokenizer_config")
@@ -67,12 +68,16 @@ def _entries(file: GgufFile, group: str) -> dict[str, Any]:
 
 
 def _complete(options: dict[str, Any], entries: Mapping[str, Any], file: GgufFile) -> None:
-    """Add the special tokens, and whether text begins with BOS where the file does not say or says it wrongly."""
+    """Add special tokens, named chat templates, and whether text begins with BOS where the file lacks or misstates it."""
     kind = entries.get("tokenizer_type")
     if kind == "llama" or entries.get("pre_tokenizer_type") in ADDING_BOS:
         options.setdefault("add_bos_token", True)
     elif kind == "gemma4":
         options["add_bos_token"] = False  # the chat template writes it
+    named = {name: file.entry(f"tokenizer.chat_template.{name}") for name in file.strings("tokenizer.chat_templates")}
+    if named:
+        templates = {"default": options.get("chat_template"), **named}
+        options["chat_template"] = {name: template for name, template in templates.items() if template is not None}
     for name, key in SPECIAL_TOKENS.items():
         index = file.entry(f"tokenizer.ggml.{key}_token_id")
         options[f"{name}_token"] = None if index is None else entries["tokens"][index]
