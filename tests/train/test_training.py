@@ -18,10 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_folder import letter_tokenizer, make_folder
 from toy import outputs_of
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from outrider import LLM, SamplingParams
-from outrider.heads import block_formats, eagle_formats, mtp_formats
+from outrider.heads import block_formats, eagle_formats, findings, mtp_formats
+from outrider.heads import medusa as medusa_heads
 from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import write_folder
 from outrider.heads.eagle import default_hidden_states
@@ -576,6 +577,88 @@ def test_heads_that_do_not_fit_into_memory_are_refused_before_text_is_read(train
     workspace = Workspace(runner, None, tmp_path, Source(paths=(tmp_path / "missing.txt",)))
     with pytest.raises(OutriderError, match=r"gradients and optimizer state, takes at least .* of memory: train a smaller"):
         train(workspace, tmp_path, HeadPlan(), kind)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "mtp", "dflash"])
+def test_a_continued_head_that_does_not_fit_into_memory_is_refused_before_text_is_read(kind, runner, tmp_path, monkeypatch):
+    start = tmp_path / "start"
+    if kind == "medusa":
+        medusa_heads.export(shapes.new_medusa(runner, 2, 1), start, runner.vocab_size)
+    elif kind == "eagle3":
+        eagle_formats.export(shapes.new_eagle(runner, 3, (0, 2, 3), None), start)
+    elif kind == "mtp":
+        mtp_formats.export(shapes.new_mtp(runner), start)
+    else:
+        block_formats.export(shapes.new_block(runner, shapes.BlockSizes((2, 3), 1, 4), 319), start, LAYERS)
+    train, run = {
+        "medusa": (train_medusa, MedusaRun(start=str(start))),
+        "eagle3": (train_eagle, EagleRun(start=str(start))),
+        "mtp": (train_mtp, MtpRun(start=str(start))),
+        "dflash": (train_block, BlockRun(start=str(start))),
+    }[kind]
+    monkeypatch.setattr("outrider.memory.total_memory", lambda: 10**4)
+    workspace = Workspace(runner, None, tmp_path, Source(paths=(tmp_path / "missing.txt",)))
+    with pytest.raises(OutriderError, match=r"gradients and optimizer state, takes at least .* of memory: train a smaller"):
+        train(workspace, tmp_path / "out", HeadPlan(), run)
+
+
+def test_the_memory_of_an_mtp_head_includes_its_projection(runner, monkeypatch):
+    counted = []
+    monkeypatch.setattr(shapes, "_check_fits", lambda head, _: counted.append(sum(each.numel() for each in head.parameters())))
+    head = shapes.new_mtp(runner)
+    assert counted == [sum(each.numel() for each in (*head.fc.parameters(), *head.layers.parameters()))]
+
+
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "speculators", "dflash"])
+def test_a_new_head_has_the_rope_of_its_target_also_when_it_is_read_back(kind, tmp_path):
+    target = make_folder(tmp_path / "target", num_hidden_layers=LAYERS, hidden_size=32, rope_parameters=dict(LLAMA3))
+    runner = ModelRunner.load(str(target), RunnerConfig(compile="never"))
+    if kind == "dflash":
+        head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 1, 4), 319)
+        block_formats.export(head, tmp_path / "head", LAYERS)
+        again = block_formats.load(tmp_path / "head", runner)
+    else:
+        head = shapes.new_eagle(runner, 1 if kind == "eagle1" else 3, (0, 2, 3), None)
+        eagle_formats.export(head, tmp_path / "head", "speculators" if kind == "speculators" else "native")
+        again = eagle_formats.load(tmp_path / "head", runner)
+    assert head.shape.config.rope_parameters == again.shape.config.rope_parameters == LLAMA3
+    assert not list(findings._rope(again, runner))  # the doctor has no remark
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "expected"),
+    [
+        (
+            "gemma3_text",
+            {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        ),
+        (
+            "llama",
+            {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5},
+            {"rope_type": "default", "rope_theta": 5e5},
+        ),
+        (
+            "glm4",
+            {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            {"rope_type": "default", "rope_theta": 5e5},
+        ),
+    ],
+)
+def test_a_new_head_has_the_theta_of_any_target(kind, rope, expected):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    config = CONFIG_MAPPING[kind](**sizes, num_hidden_layers=2, num_key_value_heads=2, rope_parameters=rope, pad_token_id=0)
+    target = SimpleNamespace(model=SimpleNamespace(config=config), hidden_size=32, vocab_size=64, max_len=64)
+    assert shapes.head_config(target, LlamaConfig).rope_parameters == expected
 
 
 def test_rows_too_short_for_medusa_heads_are_refused_before_the_heads_are_built(runner, rows, tmp_path, monkeypatch):
