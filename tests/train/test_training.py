@@ -523,6 +523,20 @@ def test_a_resumed_run_keeps_its_arithmetic(tmp_path, monkeypatch):
         assert precision.run_dtype(tmp_path / "run", torch.device("cpu")) == torch.float32
 
 
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_a_gpu_without_bfloat16_trains_in_float32(is_supported, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: is_supported or including_emulation)
+    chosen = precision.autocast_dtype.__wrapped__(torch.device("cuda"))
+    assert chosen == (torch.bfloat16 if is_supported else torch.float32)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"dtype": "float5"}', '{"dtype": 5}'])
+def test_a_damaged_file_of_the_arithmetic_is_named(content, tmp_path):
+    (tmp_path / "arithmetic.json").write_text(content)
+    with pytest.raises(OutriderError, match=r"cannot resume from .*arithmetic\.json \(.*\): delete it to start again"):
+        precision.run_dtype(tmp_path, torch.device("cpu"))
+
+
 def test_a_full_disk_is_reported_with_the_file_and_leaves_no_part(tmp_path, monkeypatch):
     def stop_half_way(tensors, path, metadata=None):
         path.write_bytes(b"half of it")

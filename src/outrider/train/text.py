@@ -188,7 +188,7 @@ def token_rows(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seq_le
     ids = array("i")
     for document in (each for path in paths for each in read_documents(path, tokenizer, max_tokens - len(ids))):
         ids.extend(document)
-        if end is not None:
+        if end is not None and end not in document[-2:]:  # chat templates end with it, or with it and a line break
             ids.append(int(end))
         if len(ids) >= max_tokens:
             break
