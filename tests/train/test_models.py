@@ -369,6 +369,14 @@ def test_the_draft_generates_its_own_rows_with_the_steps_noise():
     assert torch.equal(greedy, wanted)
 
 
+def test_on_policy_training_in_bfloat16_trains_all_weights():
+    """Autocast keeps the weights that it converts, without gradients if the draft generates in the same context."""
+    draft = tiny("llama").requires_grad_(True)
+    loss = DistillationLoss(draft, tiny("llama"), Distillation(on_policy=0.5, prompt_len=4), torch.bfloat16)
+    loss(torch.randint(0, 64, (4, 10), generator=torch.Generator().manual_seed(5)), 0, 0, 0.5)[0].backward()
+    assert [name for name, weight in draft.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+
+
 def test_on_policy_rows_have_only_tokens_of_the_target():
     target, config = tiny("llama"), tiny("llama").config
     draft = AutoModelForCausalLM.from_config(LlamaConfig(**{**config.to_dict(), "vocab_size": config.vocab_size + 1}))

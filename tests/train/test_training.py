@@ -168,6 +168,35 @@ def test_training_blocks_equal_drafted_blocks(markov_rank, selector_rank, runner
         torch.testing.assert_close(out[0], block, rtol=2e-3, atol=2e-3)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("markov_rank, selector_rank", [(0, 0), (4, 0), (0, 4)])
+def test_the_loss_of_each_draft_is_its_cross_entropy(markov_rank, selector_rank, runner, cache, monkeypatch):
+    torch.manual_seed(3)
+    head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 1, 6, markov_rank, selector_rank), 319)
+    for parameter in head.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    loss, drawn = BlockLoss(head, cache, LAYERS), []
+    blocks = loss._blocks
+    monkeypatch.setattr(loss, "_blocks", lambda *given: drawn.append((*given, blocks(*given))) or drawn[-1][-1])
+    parts = loss(torch.tensor([0, 5, 9]), 0, 0, 0.5)[1]
+    ids, _, anchors, out = drawn[0]
+    last = read_rows(cache, [0, 5, 9], head, LAYERS)[2]
+    for draft in (0, 1, 3):
+        one, places = out[:, :, draft], anchors + draft
+        rows = torch.arange(3)[:, None]
+        probs = head.target_logits(last[rows, places]).softmax(-1)
+        before, logits = ids[rows, places], head.logits(one)
+        if selector_rank:
+            candidates, scores = head.candidate_selector.scores(one, logits, before)
+            expected = -(probs.gather(-1, candidates) * scores.log_softmax(-1)).sum(-1).mean()
+        else:
+            expected, logits = 0.0, head.logits_after(one, logits, before)
+        expected = expected - (probs * logits.log_softmax(-1)).sum(-1).mean()
+        torch.testing.assert_close(parts[f"draft_{draft + 1}"], expected, rtol=1e-4, atol=1e-4)
+        hits = (probs.argmax(-1) == logits.argmax(-1)).float().mean()
+        torch.testing.assert_close(parts[f"hit_{draft + 1}"], hits)
+
+
 def test_the_mask_token_is_unused_and_has_an_embedding(runner):
     rows = torch.arange(0, 300).view(10, 30).int()
     assert shapes.mask_token(rows, runner) == runner.vocab_size - 1
