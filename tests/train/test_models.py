@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Ge
 
 from outrider import LLM, SamplingParams
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.train import model_runs, optim
+from outrider.train import model_runs, optim, precision
 from outrider.train.acceptance import acceptance, mean_acceptance_length
 from outrider.train.continuation import continue_rows
 from outrider.train.decoder import Decoder
@@ -346,6 +346,21 @@ def test_the_on_policy_share_holds_over_steps_of_few_rows(share, wanted, monkeyp
     loss = DistillationLoss(draft, draft, Distillation(on_policy=share, prompt_len=2))
     written = [int((loss.written(ids, step) != ids).any(1).sum()) for step in range(10)]
     assert sum(written) == wanted and max(written) - min(written) <= 1
+
+
+def test_a_teacher_of_products_in_bfloat16_has_its_checkpoints_dtype(rows, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    target = make_folder(tmp_path / "target", num_hidden_layers=LAYERS, hidden_size=32, dtype="bfloat16")
+    monkeypatch.setattr(model_runs, "run_job", stop)
+    for dtype, expected in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        monkeypatch.setattr(precision, "autocast_dtype", lambda _, dtype=dtype: dtype)
+        at = workspace_of(target, tmp_path / f"work-{dtype}", rows)
+        with pytest.raises(KeyboardInterrupt):
+            train_draft(at, tmp_path / "out", FAST)
+        assert {weight.dtype for weight in at.model.parameters()} == {expected}
+        assert {buffer.dtype for buffer in at.model.buffers()} == {torch.float32}
 
 
 def test_drafts_with_names_of_their_own_share_a_work_folder(workspace, tmp_path):

@@ -96,10 +96,7 @@ class Workspace:
         """Return the target's runner; for a model in training a new one, with weights in the checkpoint's dtype."""
         if isinstance(self.target, ModelRunner):
             return self.target
-        served = structural_copy(self.target)
-        for parameter in served.parameters():
-            parameter.data = parameter.to(checkpoint_dtype(served))
-        return ModelRunner.load(served, RunnerConfig(max_batch=16))
+        return ModelRunner.load(in_checkpoint_dtype(structural_copy(self.target)), RunnerConfig(max_batch=16))
 
     def claim(self, name: str, **options: Any) -> None:
         """Record the identity of a part of the work folder. Raises ``OutriderError`` if it belongs to another run."""
@@ -363,6 +360,13 @@ def checkpoint_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype of the target's checkpoint."""
     named = getattr(model.config, "dtype", None)
     return named if isinstance(named, torch.dtype) and named.is_floating_point else torch.float32
+
+
+def in_checkpoint_dtype(model: PreTrainedModel) -> PreTrainedModel:
+    """Convert the weights of a model in place to its checkpoint's dtype; buffers, such as RoPE frequencies, keep theirs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.to(checkpoint_dtype(model))
+    return model
 
 
 def finish(workspace: Workspace, name: str, out: Path, found: dict[str, Any]) -> None:
