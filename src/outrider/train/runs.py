@@ -29,7 +29,7 @@ from outrider.train.block_loss import BlockLoss, by_draft
 from outrider.train.capture import FeatureCache, capture, check_captured, missing_bytes
 from outrider.train.claims import advise_to_resume, check_room, claim, digest, exclusive, fingerprint
 from outrider.train.medusa import MedusaLoss
-from outrider.train.options import MEASURED, BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
+from outrider.train.options import MEASURED, NEW_RATES, BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
 from outrider.train.plan import SEED, TrainingPlan
 from outrider.train.precision import run_dtype
 from outrider.train.rollout_loss import RolloutLoss
@@ -50,8 +50,8 @@ def plan_of(plan: HeadPlan, rows: RowOrder) -> TrainingPlan:
         plan.batch_tokens,
         ((1.0, rows.seq_len),),
         plan.minutes,
-        muon_lr=plan.muon_lr or 0.01,
-        adam_lr=plan.adam_lr or 0.001,
+        muon_lr=plan.muon_lr or NEW_RATES["muon_lr"],
+        adam_lr=plan.adam_lr or NEW_RATES["adam_lr"],
         warmup=0.02,
         eval_every_s=120.0,
         save_every_s=30.0,
