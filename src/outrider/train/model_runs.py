@@ -58,7 +58,7 @@ def train_early_exit(workspace: Workspace, out: Path, plan: HeadPlan, skip: Laye
     _check_rows(workspace, model, str(model.name_or_path))
     decoder.check()
     workspace.check_disk("early-exit", model=model)
-    workspace.claim("early-exit", **asdict(skip))
+    workspace.check_or_record_identity("early-exit", **asdict(skip))
     rows = TextRows(workspace.training_rows())
 
     def measure(final: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -130,7 +130,7 @@ def train_draft(workspace: Workspace, out: Path, plan: HeadPlan, options: DraftR
     if workspace.dtype(options.name) != torch.float32:  # weights that are not trained need no more precision than the products
         in_checkpoint_dtype(target)
     workspace.check_disk(options.name, model=draft)
-    workspace.claim(options.name, start=options.start, **about)
+    workspace.check_or_record_identity(options.name, start=options.start, **about)
     rows = TextRows(workspace.training_rows())
     on_text = partial(measure_draft, draft, target) if training is None else partial(training.measure, target)
 

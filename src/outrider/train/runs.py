@@ -27,7 +27,7 @@ from outrider.runner.linear import structural_copy
 from outrider.train import plots, shapes
 from outrider.train.block_loss import BlockLoss, by_draft
 from outrider.train.capture import FeatureCache, capture, check_captured, missing_bytes
-from outrider.train.claims import advise_to_resume, check_room, claim, digest, exclusive, fingerprint
+from outrider.train.claims import advise_to_resume, check_or_record_identity, check_room, digest, exclusive, fingerprint
 from outrider.train.medusa import MedusaLoss
 from outrider.train.options import MEASURED, NEW_RATES, BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
 from outrider.train.plan import SEED, TrainingPlan
@@ -98,10 +98,10 @@ class Workspace:
             return self.target
         return ModelRunner.load(in_checkpoint_dtype(structural_copy(self.target)), RunnerConfig(max_batch=16))
 
-    def claim(self, name: str, **options: Any) -> None:
+    def check_or_record_identity(self, name: str, **options: Any) -> None:
         """Record the identity of a part of the work folder. Raises ``OutriderError`` if it belongs to another run."""
         text = digest(self.training_rows())
-        claim(self.work / name / "run.json", {"target": fingerprint(self.model), "text": text, **options})
+        check_or_record_identity(self.work / name / "run.json", {"target": fingerprint(self.model), "text": text, **options})
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the products of a part of the work folder."""
@@ -167,7 +167,7 @@ def train_medusa(workspace: Workspace, out: Path, plan: HeadPlan, options: Medus
         shapes.check_new_medusa(runner, options.heads, options.layers, vocab)
     workspace.check_disk("medusa", [runner.num_layers], heads)
     sizes = {"heads": options.heads, "layers": options.layers, "draft vocabulary": vocab}
-    workspace.claim("medusa", **sizes, start=options.start)
+    workspace.check_or_record_identity("medusa", **sizes, start=options.start)
     if heads is None:
         draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
         heads = shapes.new_medusa(runner, options.heads, options.layers, draft_ids)
@@ -229,7 +229,7 @@ def train_eagle(workspace: Workspace, out: Path, plan: HeadPlan, options: EagleR
         shapes.check_new_eagle(runner, options.generation, layers, vocab)
     name = f"eagle{options.generation}"
     workspace.check_disk(name, [*layers, runner.num_layers], head)
-    workspace.claim(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=options.start)
+    workspace.check_or_record_identity(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=options.start)
     draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
     cache = workspace.features([*layers, runner.num_layers])
     torch.manual_seed(plan.seed)
@@ -254,7 +254,7 @@ def train_mtp(workspace: Workspace, out: Path, plan: HeadPlan, options: MtpRun) 
     else:
         head = shapes.continued(mtp_formats.load(options.start, runner), runner)
     workspace.check_disk(NAME_OF_MTP, [runner.num_layers], head)
-    workspace.claim(NAME_OF_MTP, steps=options.steps, start=options.start)
+    workspace.check_or_record_identity(NAME_OF_MTP, steps=options.steps, start=options.start)
     cache = workspace.features([runner.num_layers])
     found = _train_rollout(workspace, NAME_OF_MTP, head, cache, plan, options.steps)
     finish(workspace, NAME_OF_MTP, out, found)
@@ -291,7 +291,7 @@ def train_block(workspace: Workspace, out: Path, plan: HeadPlan, options: BlockR
     if head is None:
         shapes.check_new_block(runner, sizes)
     workspace.check_disk(NAME_OF_BLOCK, [*sizes.hidden_states, runner.num_layers], head)
-    workspace.claim(NAME_OF_BLOCK, **asdict(sizes), start=options.start)
+    workspace.check_or_record_identity(NAME_OF_BLOCK, **asdict(sizes), start=options.start)
     cache = workspace.features([*sizes.hidden_states, runner.num_layers])
     torch.manual_seed(plan.seed)
     if head is None:
