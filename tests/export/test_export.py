@@ -467,9 +467,7 @@ def test_the_other_default_temperature_is_noted(to: str, export: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["mtp:draft={models}/mtp", "mtp:draft={models}/mtp:top_k=4"])
-def test_chains_are_exported_for_a_target_with_recurrent_layers(
-    method: str, export: Any, models: Path, tmp_path: Path
-) -> None:
+def test_chains_are_exported_for_a_target_with_recurrent_layers(method: str, export: Any, models: Path, tmp_path: Path) -> None:
     """Outrider itself drafts chains there, whatever the options of the tree are."""
     tiny_target("qwen3_next").save_pretrained(tmp_path / "recurrent")
     plan = {"target": str(tmp_path / "recurrent"), "method": method.format(models=models), "num_draft_tokens": 3}

@@ -653,7 +653,11 @@ def test_the_memory_of_an_mtp_head_includes_its_projection(runner, monkeypatch):
 
 
 LLAMA3 = {
-    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
 

@@ -19,7 +19,6 @@ from outrider.proposers.method import Setting
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner
-from outrider.types import OutriderError
 
 
 @dataclass(frozen=True)

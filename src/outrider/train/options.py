@@ -52,12 +52,8 @@ class HeadPlan(CheckedOptions):
     )
     epochs: float = option(number(above=0), 4.0, "Maximum passes over the text.")
     batch_tokens: int = option(whole(1), 4096, "Tokens per step, at least one row; fewer need less memory.")
-    muon_lr: float | None = option(
-        number(above=0), None, f"Learning rate of the layers' matrices {_default_rates('muon_lr')}."
-    )
-    adam_lr: float | None = option(
-        number(above=0), None, f"Learning rate of other weights {_default_rates('adam_lr')}."
-    )
+    muon_lr: float | None = option(number(above=0), None, f"Learning rate of the layers' matrices {_default_rates('muon_lr')}.")
+    adam_lr: float | None = option(number(above=0), None, f"Learning rate of other weights {_default_rates('adam_lr')}.")
     compile: bool = option(boolean(), False, "Compile the training step; takes a minute and pays on longer runs.")
     seed: int = SEED
 
