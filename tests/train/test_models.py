@@ -385,7 +385,7 @@ def test_the_draft_generates_its_own_rows_with_the_steps_noise():
 
 
 def test_on_policy_training_in_bfloat16_trains_all_weights():
-    """Autocast keeps the weights that it converts, without gradients if the draft generates in the same context."""
+    """The draft generates in the same autocast context, without gradients: the weights converted there must not be reused."""
     draft = tiny("llama").requires_grad_(True)
     loss = DistillationLoss(draft, tiny("llama"), Distillation(on_policy=0.5, prompt_len=4), torch.bfloat16)
     loss(torch.randint(0, 64, (4, 10), generator=torch.Generator().manual_seed(5)), 0, 0, 0.5)[0].backward()

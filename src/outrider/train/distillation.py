@@ -61,14 +61,11 @@ class DistillationLoss:
 
     def __call__(self, ids: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of ids [B, S + 1]."""
-        if progress < self.options.plain_share:
-            with arithmetic(ids.device, self.dtype):
+        with arithmetic(ids.device, self.dtype):
+            if progress < self.options.plain_share:
                 loss = next_token_loss(self.draft, ids)
-            return loss, {"loss": loss.detach()}
-        # In a context of its own, because autocast reuses the weights that it converts, here without gradients.
-        with arithmetic(ids.device, self.dtype):
+                return loss, {"loss": loss.detach()}
             text = self.written(ids, pass_index)[:, :-1]
-        with arithmetic(ids.device, self.dtype):
             with torch.no_grad():
                 target_logits = self.target(input_ids=text, use_cache=False).logits
             if self.parallel is None:
