@@ -18,7 +18,7 @@ from toy import outputs_of
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from outrider import LLM, doctor
-from outrider.doctor import Patient, check_up
+from outrider.doctor import DoctorOptions, check_draft
 from outrider.proposers import early_exit
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodSpec, Setting
@@ -39,7 +39,7 @@ def target(tmp_path_factory):
 
 def examined(target, method="draft", draft=None, params=SHORT):
     options = OPTIONS | ({} if draft is None else {"draft": str(draft)})
-    return check_up(Patient(str(target), method, options, params))
+    return check_draft(DoctorOptions(str(target), method, options, params))
 
 
 def level_of(found, topic):
@@ -203,7 +203,7 @@ def test_without_drafts_no_gain_and_no_acceptance_are_reported(target):
     ],
 )
 def test_the_verdict_agrees_with_the_speed(tok_s, best_k, verdict):
-    found = doctor.Checkup(acceptance=doctor.Acceptance([0.5], 2.0, 100.0, tok_s, best_k, num_prompts=4, k=5))
+    found = doctor.Report(acceptance=doctor.Acceptance([0.5], 2.0, 100.0, tok_s, best_k, num_prompts=4, k=5))
     assert found.verdict.startswith(verdict)
 
 

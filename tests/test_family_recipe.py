@@ -18,7 +18,7 @@ import torch
 from cut import run_until
 
 from outrider.train import optim
-from outrider.train.claims import claim, fingerprint
+from outrider.train.claims import check_or_record_identity, fingerprint
 from outrider.train.distillation import DistillationLoss
 from outrider.train.layer_skip import EarlyExitLoss
 from outrider.train.options import Distillation, LayerSkip
@@ -386,7 +386,7 @@ def test_a_resumed_run_has_the_start_of_the_interrupted_one(tmp_path: Path) -> N
         (tmp_path / folder).mkdir(exist_ok=True)
         weights = model.build(TINY.target, TINY, seed)
         torch.save({"model": weights.state_dict()}, tmp_path / folder / "checkpoint.pt")
-    claim(tmp_path / "loops" / "run.json", {"target": fingerprint(weights)})
+    check_or_record_identity(tmp_path / "loops" / "run.json", {"target": fingerprint(weights)})
     with pytest.raises(OutriderError, match="loops belongs to a run with other target"):
         stages.train_against_loops(shop)
 

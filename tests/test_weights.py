@@ -16,7 +16,7 @@ from toy import outputs_of
 
 from outrider import LLM, SamplingParams, native
 from outrider.bench.provenance import provenance
-from outrider.doctor import Patient, check_up
+from outrider.doctor import DoctorOptions, check_draft
 from outrider.engine.plan import Plan
 from outrider.export.deployment import read_deployment
 from outrider.export.vllm import Vllm
@@ -195,8 +195,8 @@ def refusal(folder, monkeypatch, cuda=False, **config):
 def test_doctor_and_provenance_name_the_precision(tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     folder = make_folder(tmp_path / "target", hidden_size=64, intermediate_size=96)
-    checkup = check_up(Patient(folder, "ngram", {"weights": "int4", "compile": "never", "self_check": False}))
-    said = next(finding.text for finding in checkup.findings if finding.topic == "weights")
+    report = check_draft(DoctorOptions(folder, "ngram", {"weights": "int4", "compile": "never", "self_check": False}))
+    said = next(finding.text for finding in report.findings if finding.topic == "weights")
     runner = ModelRunner.load(folder, RunnerConfig(weights="int4", compile="never"))
     assert said.startswith("the target's weights (int4) take 0 MB") and provenance(runner)["weights"] == "int4"
 

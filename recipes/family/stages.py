@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from outrider.heads.checkpoint import replaced
 from outrider.progress import reporting
 from outrider.train import distillation, plots
-from outrider.train.claims import claim, fingerprint
+from outrider.train.claims import check_or_record_identity, fingerprint
 from outrider.train.continuation import continue_rows
 from outrider.train.distillation import DistillationLoss
 from outrider.train.draft_model import copy_layers
@@ -76,7 +76,7 @@ class Workshop:
 
     def claim_start(self, stage: str) -> None:
         """Raise ``OutriderError`` if the run of a stage started from another folder."""
-        claim(self.folder / stage / "run.json", {"start": None if self.start is None else str(self.start)})
+        check_or_record_identity(self.folder / stage / "run.json", {"start": None if self.start is None else str(self.start)})
 
 
 def prepare(shop: Workshop) -> None:
@@ -136,7 +136,7 @@ def train_against_loops(shop: Workshop) -> None:
     net = model.build(preset.target, preset, plan.seed, shop.device)
     learned = torch.load(shop.folder / "target" / "checkpoint.pt", map_location=shop.device, weights_only=True)
     net.load_state_dict(learned["model"])
-    claim(shop.folder / "loops" / "run.json", {"target": fingerprint(net)})
+    check_or_record_identity(shop.folder / "loops" / "run.json", {"target": fingerprint(net)})
     skip = replace(preset.layer_skip, from_scratch=False, grow_at=0.0)
     text = _loss(shop, "loops", net, plan, skip)
     words = shop.tokenizer
@@ -182,7 +182,7 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
     Raises ``OutriderError`` if those on disk are another target's, or another number.
     """
     path, settings = shop.folder / "generated" / "rows.pt", shop.preset.distillation
-    claim(path.with_name("run.json"), {"target": fingerprint(teacher), "rows": rows})
+    check_or_record_identity(path.with_name("run.json"), {"target": fingerprint(teacher), "rows": rows})
     if path.exists():
         stored: Tensor = torch.load(path, weights_only=True)
         return stored

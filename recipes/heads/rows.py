@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.heads.checkpoint import replaced
 from outrider.progress import reporting
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.train.claims import claim, exclusive, fingerprint
+from outrider.train.claims import check_or_record_identity, exclusive, fingerprint
 from outrider.train.runs import Workspace
 from outrider.train.text import regenerate
 from outrider.types import OutriderError
@@ -36,7 +36,7 @@ def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens:
     Raises ``OutriderError`` if ``work`` contains rows of another target, or another number of rows.
     """
     path = work / "rows.pt"
-    claim(work / "rows.json", {"target": fingerprint(runner.model)})
+    check_or_record_identity(work / "rows.json", {"target": fingerprint(runner.model)})
     if path.exists():
         found: torch.Tensor = torch.load(path, weights_only=True)
         if len(found) != count:

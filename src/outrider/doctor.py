@@ -42,7 +42,7 @@ Progress = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
-class Patient:
+class DoctorOptions:
     """The target and the options of ``LLM`` to check."""
 
     target: Any
@@ -69,7 +69,7 @@ class Acceptance:
 
 
 @dataclass
-class Checkup:
+class Report:
     """All findings of a check, in order."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -109,76 +109,76 @@ def all_candidates(target: str | None, download: bool = False) -> list[Finding]:
     ]
 
 
-def check_up(patient: Patient, progress: Progress = lambda _: None) -> Checkup:
+def check_draft(checked: DoctorOptions, progress: Progress = lambda _: None) -> Report:
     """Check files, then load, then measure. An error becomes the last finding, not an exception."""
-    checkup = Checkup()
+    report = Report()
     try:
-        for finding in _stages(patient, checkup, progress):
-            checkup.findings.append(finding)
-            if finding.level == "wrong" and checkup.acceptance is None:
+        for finding in _stages(checked, report, progress):
+            report.findings.append(finding)
+            if finding.level == "wrong" and report.acceptance is None:
                 break
     except OutriderError as error:
-        checkup.findings.append(Finding("wrong", "loading", str(error)))
-    return checkup
+        report.findings.append(Finding("wrong", "loading", str(error)))
+    return report
 
 
-def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[Finding]:
-    name, options = split_method(patient.method)
-    kind, draft, drafts = PROPOSERS.get(name), patient.options.get("draft"), patient.options.get("drafts", {})
-    yield from _memory_on_disk([patient.target, *map(local_gguf, kind.drafts_in(options, draft, drafts))])
+def _stages(checked: DoctorOptions, report: Report, progress: Progress) -> Iterator[Finding]:
+    name, options = split_method(checked.method)
+    kind, draft, drafts = PROPOSERS.get(name), checked.options.get("draft"), checked.options.get("drafts", {})
+    yield from _memory_on_disk([checked.target, *map(local_gguf, kind.drafts_in(options, draft, drafts))])
     progress("loading the target")
-    without_draft = {key: value for key, value in patient.options.items() if key != "draft"}
-    llm = LLM(patient.target, method=PLAIN, max_batch=1, prefix_cache=False, **without_draft)
+    without_draft = {key: value for key, value in checked.options.items() if key != "draft"}
+    llm = LLM(checked.target, method=PLAIN, max_batch=1, prefix_cache=False, **without_draft)
     yield _weights_in_memory(llm.runner)
     yield _cache_memory(llm.runner)
     yield _time_of_drafts(llm.runner)
-    foreign = patient.options.get("draft_tokenizer")
+    foreign = checked.options.get("draft_tokenizer")
     setting = Setting(llm.runner, llm.tokenizer, draft, foreign, options=options, drafts=drafts)
     progress(f"checking {name}")
     yield from kind.examine(setting)
     contenders = Contenders(llm, draft)
-    contenders.prepare(Contender(patient.method, K))
+    contenders.prepare(Contender(checked.method, K))
     yield Finding("ok", "loading", "all files load, and no weight is NaN or infinite")
     if llm.tokenizer is None:
         yield Finding("wrong", "tokenizer", "the target has none, so acceptance cannot be measured")
         return
     prompts = [encode(llm.tokenizer, prompt) for workload in WORKLOADS for prompt in builtin(workload, 1)]
     prompts = [ids[-llm.runner.max_len // 2 :] for ids in prompts]
-    drafted = yield from _measured(patient, contenders, prompts, checkup, progress)
+    drafted = yield from _measured(checked, contenders, prompts, report, progress)
     if drafted.stats.num_drafts:  # even at high acceptance: reading a neighbouring layer lowers it only partly
-        yield from _try_alternatives(patient, kind.alternatives(setting), contenders, prompts, drafted, progress)
+        yield from _try_alternatives(checked, kind.alternatives(setting), contenders, prompts, drafted, progress)
 
 
-def _in_turn(patient: Patient, contenders: Contenders, prompts: list[list[int]], progress: Progress) -> tuple[Run, Run]:
+def _in_turn(checked: DoctorOptions, contenders: Contenders, prompts: list[list[int]], progress: Progress) -> tuple[Run, Run]:
     """Return the runs of plain and speculative decoding. Which of them runs first changes with each prompt."""
     runs: dict[Contender, Run] = {}
-    pair = [Contender(PLAIN, 0), Contender(patient.method, K)]
+    pair = [Contender(PLAIN, 0), Contender(checked.method, K)]
     for contender in pair:  # warm up
         generate(contenders, contender, prompts[:1], SamplingParams(max_tokens=8), batch=1)
     for number, prompt in enumerate(prompts):
-        progress(f"prompt {number + 1} of {len(prompts)}, plain and {patient.method}")
+        progress(f"prompt {number + 1} of {len(prompts)}, plain and {checked.method}")
         for contender in pair[:: -1 if number % 2 else 1]:
-            runs[contender] = generate(contenders, contender, [prompt], patient.params, 1, runs.get(contender))
+            runs[contender] = generate(contenders, contender, [prompt], checked.params, 1, runs.get(contender))
     return runs[pair[0]], runs[pair[1]]
 
 
 def _measured(
-    patient: Patient, contenders: Contenders, prompts: list[list[int]], checkup: Checkup, progress: Progress
+    checked: DoctorOptions, contenders: Contenders, prompts: list[list[int]], report: Report, progress: Progress
 ) -> Generator[Finding, None, Run]:
     """Run plain and speculative decoding in turn; report acceptance, speeds and whether outputs are equal.
 
     Returns the speculative run.
     """
-    plain, drafted = _in_turn(patient, contenders, prompts, progress)
-    k, longest = (contenders.prepare(Contender(patient.method, length)).k for length in (K, 2 * K))  # at most what it drafts
+    plain, drafted = _in_turn(checked, contenders, prompts, progress)
+    k, longest = (contenders.prepare(Contender(checked.method, length)).k for length in (K, 2 * K))  # at most what it drafts
     assert isinstance(k, int) and isinstance(longest, int)
-    checkup.acceptance = found = _acceptance(plain, drafted, len(prompts), k, longest)
+    report.acceptance = found = _acceptance(plain, drafted, len(prompts), k, longest)
     if drafted.faults:
         yield Finding("wrong", "drafting", f"the proposer failed in {drafted.faults} rounds, which continued without drafts")
     first = found.by_position[0] if found.by_position else 0.0
     if not found.by_position:
         yield Finding("note", "acceptance", "nothing was drafted on these prompts, so acceptance is unknown")
-    elif first < DOUBTFUL and PROPOSERS.get(split_method(patient.method)[0]).is_model_free:
+    elif first < DOUBTFUL and PROPOSERS.get(split_method(checked.method)[0]).is_model_free:
         yield Finding(
             "note", "acceptance", f"{first:.0%} of first drafts are accepted: these prompts contain little repetition"
         )
@@ -187,7 +187,7 @@ def _measured(
                       " not trained for this kind of text")  # fmt: skip
     elif first < DOUBTFUL:
         yield Finding("suspicious", "acceptance", f"only {first:.0%} of first drafts are accepted")
-    if patient.params.is_greedy:
+    if checked.params.is_greedy:
         same = sum(a == b for a, b in zip(plain.token_ids, drafted.token_ids, strict=True))
         text = f"same text with and without drafts for {same} of {len(prompts)} prompts"
         if same == len(prompts):
@@ -212,7 +212,7 @@ def _acceptance(plain: Run, drafted: Run, num_prompts: int, k: int, longest: int
 
 
 def _try_alternatives(
-    patient: Patient,
+    checked: DoctorOptions,
     alternatives: list[str],
     contenders: Contenders,
     prompts: list[list[int]],
@@ -220,12 +220,12 @@ def _try_alternatives(
     progress: Progress,
 ) -> Iterator[Finding]:
     """Try alternative options of the same method; report the one that fits better."""
-    name, given = split_method(patient.method)
+    name, given = split_method(checked.method)
     runs: dict[str, Run] = {}
     for alternative in alternatives:
         contender = Contender(join_method(name, given | split_method(f"{name}:{alternative}")[1]), K)
         progress(f"trying {contender.method}")
-        runs[contender.method] = generate(contenders, contender, prompts, patient.params, batch=1)
+        runs[contender.method] = generate(contenders, contender, prompts, checked.params, batch=1)
     if not runs:
         return
     best = max(runs, key=lambda method: runs[method].stats.mean_acceptance_length)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from heads import writers
+from heads.mtp_checkpoints import tiny_target
 from safetensors.torch import load_file, save_file
 from tiny_folder import letter_tokenizer, make_folder
 from transformers import Qwen3Config
@@ -26,7 +27,7 @@ from outrider.cli import main
 from outrider.engine.plan import Plan, located
 from outrider.export import ENGINES, vllm
 from outrider.export.deployment import read_deployment
-from outrider.export.engine import GREEDY, SCRIPT, Export, gpu_environment, write
+from outrider.export.engine import SCRIPT, TEMPERATURE_NOTE, Export, gpu_environment, write
 from outrider.export.launch import working_folder
 from outrider.export.transformers import Transformers
 from outrider.export.vllm_adapter import KEY, TextProposer
@@ -126,7 +127,7 @@ def test_a_full_plan_becomes_a_yaml_file_and_a_script_for_vllm(export: Any, mode
         "# vLLM for target: method draft, 3 drafts per round.\n"
         "# Written by outrider export; arguments are appended to the command.\n"
         "# Block verification needs vLLM's newer model runner; on a CPU it verifies token by token.\n"
-        f"# {GREEDY}\n"
+        f"# {TEMPERATURE_NOTE}\n"
         "set -e\n"
         'cd "$(dirname "$0")"\n'
         "export CUDA_VISIBLE_DEVICES=1\n"
@@ -151,6 +152,7 @@ def window(least: int, most: int) -> dict[str, int]:
         ("dflash:draft=dspark", 3, {"method": "dspark", "num_speculative_tokens": 3, **DRAWN}),
         ("dflash:draft=dflash-speculators-tables", 9, {"method": "dflash", "num_speculative_tokens": 5, **DRAWN}),
         ("eagle:draft=eagle1", 2, {"method": "eagle", "model": "./heads", "num_speculative_tokens": 2, **DRAWN}),
+        ("mtp:max_depth=2:draft=mtp", 5, {"method": "mtp", "num_speculative_tokens": 2, **DRAWN}),
     ],
 )  # fmt: skip
 def test_methods_under_vllms_names(method: str, num_draft_tokens: Any, says: Any, export: Any, models: Path) -> None:
@@ -159,7 +161,7 @@ def test_methods_under_vllms_names(method: str, num_draft_tokens: Any, says: Any
     num_drafts = (found or {}).get("num_speculative_tokens", 0)
     assert f", {num_drafts} drafts per round." in (folder / SCRIPT).read_text().splitlines()[1]
     if says is not None and "draft_sample_method" in says:
-        says = {"model": str(models / method.split("=")[1])} | says
+        says = {"model": str(models / method.split("draft=")[1])} | says
     assert found == says
     assert bool([note for note in said.notes if "typical" in note]) == (num_draft_tokens == "auto")
 
@@ -394,6 +396,9 @@ REFUSED = [
     ("vllm", {"method": "suffix+draft", "draft": "draft"}, "vLLM cannot draft with two methods in turn .*one of the two"),
     ("vllm", {"method": "eagle:draft={models}/eagle3:top_k=4"}, "vLLM does not support trees.*top_k=1"),
     ("vllm", {"method": "mtp:draft={models}/mtp:top_k=4"}, "vLLM does not support trees.*top_k=1"),
+    ("vllm", {"method": "eagle:draft={models}/eagle3:hidden_states=2,7"}, r"hidden_states \(2, 7\): expected 3 numbers"),
+    ("sglang", {"method": "eagle:draft={models}/eagle3:hidden_states=2,7,99"}, "expected 3 numbers from 0 to 6"),
+    ("vllm", {"method": "eagle:draft={models}/eagle1:hidden_states=2"}, "EAGLE-1 heads the last .*: remove hidden_states"),
     ("vllm", {"method": "mtp"}, "target holds no MTP head"),
     ("vllm", {"method": "mtp:draft={models}/mtp-llama"}, "no MTP heads for models of type 'llama': train an EAGLE head"),
     ("sglang", {"method": "mtp:draft={models}/mtp-llama"}, "SGLang has no MTP heads for models of type 'llama'"),
@@ -435,6 +440,8 @@ def test_unsupported_methods_are_refused_with_an_alternative(
         ("dflash:draft={models}/dspark", 3, 6),
         ("eagle:draft={models}/eagle3:top_k=4:max_nodes=12", 3, 12),
         ("eagle:draft={models}/eagle3:top_k=1", "auto", 4),
+        ("eagle:draft={models}/eagle3:top_k=1:max_depth=2", 5, 2),
+        ("eagle:draft={models}/eagle3:top_k=2:max_nodes=60", 2, 6),  # 2 in the first step, 4 in the second
         ("plain", 4, 0),
     ],
 )
@@ -443,6 +450,7 @@ def test_the_script_for_sglang_names_the_number_of_drafts_that_it_uses(
 ) -> None:
     folder, said = export("sglang", method=method.format(models=models), num_draft_tokens=k)
     assert f", {expected} drafts per round.\n" in (folder / SCRIPT).read_text() and said.num_drafts == expected
+    assert any("have at most 6 drafts" in note for note in said.notes) == (expected == 6 and "eagle" in method)
     is_typical = k == "auto" and "dflash" not in method  # a block drafter makes its whole block
     assert [note.split()[0] for note in said.notes if "typical" in note] == ([str(expected)] if is_typical else [])
 
@@ -460,6 +468,19 @@ def test_the_other_default_temperature_is_noted(to: str, export: Any) -> None:
     folder, said = export(to, method="ngram")
     note = next(note for note in said.notes if "temperature" in note)
     assert "1.0" in note and f"# {note}" in (folder / SCRIPT).read_text()
+
+
+@pytest.mark.parametrize("method", ["mtp:draft={models}/mtp", "mtp:draft={models}/mtp:top_k=4"])
+def test_chains_are_exported_for_a_target_with_recurrent_layers(method: str, export: Any, models: Path, tmp_path: Path) -> None:
+    """Outrider itself drafts chains there, whatever the options of the tree are."""
+    tiny_target("qwen3_next").save_pretrained(tmp_path / "recurrent")
+    plan = {"target": str(tmp_path / "recurrent"), "method": method.format(models=models), "num_draft_tokens": 3}
+    folder, said = export("vllm", **plan)
+    assert vllm_settings(folder)["speculative-config"]["num_speculative_tokens"] == 3
+    assert not [note for note in said.notes if "tree" in note]
+    shutil.rmtree(folder)
+    _, said = export("sglang", **plan)
+    assert " --speculative-eagle-topk 1 --speculative-num-draft-tokens 4" in " ".join(said.command)
 
 
 @pytest.mark.parametrize(("k", "expected"), [(2, 2), (5, 3), (6, 6)])

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder
 
 from outrider import LLM, SamplingParams
-from outrider.doctor import Patient, check_up
+from outrider.doctor import DoctorOptions, check_draft
 from outrider.types import OutriderError
 
 from .writers import (
@@ -79,7 +79,7 @@ def write_reading(folder, target, first_layer, **config):
 
 
 def examined(target, method, draft):
-    return check_up(Patient(str(target), method, OPTIONS | {"draft": str(draft)}, SHORT))
+    return check_draft(DoctorOptions(str(target), method, OPTIONS | {"draft": str(draft)}, SHORT))
 
 
 def level_of(found, topic):
@@ -156,7 +156,7 @@ def test_the_size_includes_the_targets_output_head_if_it_is_used(target, tmp_pat
 def test_the_size_counts_weights_of_any_number_of_bits(target, tmp_path):
     write_eagle1(tmp_path, VOCAB)
     options = OPTIONS | {"draft": str(tmp_path)}
-    found = [check_up(Patient(str(target), "eagle", options | bits, SHORT)) for bits in ({}, {"weights": "int4"})]
+    found = [check_draft(DoctorOptions(str(target), "eagle", options | bits, SHORT)) for bits in ({}, {"weights": "int4"})]
     assert text_of(found[0], "size") == text_of(found[1], "size")
 
 

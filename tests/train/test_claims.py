@@ -10,17 +10,17 @@ from safetensors.torch import load_file
 
 from outrider.heads.checkpoint import save_tensors
 from outrider.runner.checkpoint_files import is_finite
-from outrider.train.claims import claim, damaged_file_errors, read_or_create_json
+from outrider.train.claims import check_or_record_identity, damaged_file_errors, read_or_create_json
 from outrider.types import OutriderError
 
 
 @pytest.mark.parametrize("content", ["", "{", "5", "[]"])
 def test_a_damaged_claim_is_named(content: str, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    claim(file, {"target": "a"})
-    claim(file, {"target": "a"})
+    check_or_record_identity(file, {"target": "a"})
+    check_or_record_identity(file, {"target": "a"})
     file.write_text(content)
-    for attempt in (lambda: claim(file, {"target": "a"}), lambda: read_or_create_json(file, dict)):
+    for attempt in (lambda: check_or_record_identity(file, {"target": "a"}), lambda: read_or_create_json(file, dict)):
         with pytest.raises(OutriderError, match=r"cannot resume from .*run\.json \(.*\): delete it to start again") as error:
             attempt()
         assert str(tmp_path) in str(error.value)

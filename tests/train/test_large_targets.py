@@ -7,15 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.runner import ModelRunner, RunnerConfig
+from outrider.train import capture as capture_module
 from outrider.train import runs
 from outrider.train.capture import capture
-from outrider.train.options import Source
+from outrider.train.options import HeadPlan, MtpRun, Source
 from outrider.train.plan import TrainingPlan
-from outrider.train.runs import Workspace
+from outrider.train.runs import Workspace, train_mtp
 from outrider.train.text import TextRows
 from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
@@ -57,6 +59,9 @@ def test_a_step_in_several_passes_equals_one_in_a_single_pass(tmp_path):
     assert [point["loss"] for point in parts.curve] == pytest.approx([point["loss"] for point in whole.curve], abs=1e-3)
     single, read = trained(tmp_path / "single", steps=1, pass_tokens=1)
     single.run()
+    assert read == [1] * 6
+    bounded, read = trained(tmp_path / "bounded", steps=1, pass_tokens=SEQ + 2)  # room for 1.25 rows
+    bounded.run()
     assert read == [1] * 6
 
 
@@ -104,6 +109,26 @@ def test_capture_says_its_size_and_reports_each_batch(runner, tmp_path, caplog):
     capture(runner, torch.ones(10, 8).int(), [2], tmp_path, lambda share, point: told.append((share, point["rows"])))
     assert told == [(0.4, 4), (0.8, 8), (1.0, 10)]
     assert "hidden states of 10 rows of 8 tokens: 0 MB in" in caplog.text
+
+
+def test_shards_of_long_rows_have_fewer_rows(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr(capture_module, "SHARD_TOKENS", 30)
+    rows = torch.arange(50).view(5, 10).int()
+    cache = capture(runner, rows, [2], tmp_path, lambda *_: None)
+    assert sorted(load_file(file)["ids"].shape[0] for file in tmp_path.glob("*.safetensors")) == [2, 3]
+    assert torch.equal(cache.read(range(5), [2])[0], rows.long())
+
+
+def test_features_larger_than_the_disk_are_rejected_before_text_is_generated(runner, tmp_path, monkeypatch):
+    def never(*_):
+        raise AssertionError("text was generated")
+
+    monkeypatch.setattr(runs, "regenerate", never)
+    monkeypatch.setattr(runs, "token_rows", lambda *_: torch.ones(70, 8).int())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2 * 64 * 8 * 16 * 2 - 1))
+    workspace = Workspace(runner, object(), tmp_path, Source(seq_len=8, prompt_len=4, regenerate=True))
+    with pytest.raises(OutriderError, match=r"not enough disk space in .* needed, .* free: use less text"):
+        train_mtp(workspace, tmp_path / "out", HeadPlan(), MtpRun(1))
 
 
 @pytest.mark.parametrize("stage", ["capture", "regenerate"])

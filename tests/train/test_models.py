@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Ge
 
 from outrider import LLM, SamplingParams
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.train import model_runs, optim
+from outrider.train import model_runs, optim, precision
 from outrider.train.acceptance import acceptance, mean_acceptance_length
 from outrider.train.continuation import continue_rows
 from outrider.train.decoder import Decoder
@@ -348,6 +348,21 @@ def test_the_on_policy_share_holds_over_steps_of_few_rows(share, wanted, monkeyp
     assert sum(written) == wanted and max(written) - min(written) <= 1
 
 
+def test_a_teacher_of_products_in_bfloat16_has_its_checkpoints_dtype(rows, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    target = make_folder(tmp_path / "target", num_hidden_layers=LAYERS, hidden_size=32, dtype="bfloat16")
+    monkeypatch.setattr(model_runs, "run_job", stop)
+    for dtype, expected in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        monkeypatch.setattr(precision, "autocast_dtype", lambda _, dtype=dtype: dtype)
+        at = workspace_of(target, tmp_path / f"work-{dtype}", rows)
+        with pytest.raises(KeyboardInterrupt):
+            train_draft(at, tmp_path / "out", FAST)
+        assert {weight.dtype for weight in at.model.parameters()} == {expected}
+        assert {buffer.dtype for buffer in at.model.buffers()} == {torch.float32}
+
+
 def test_drafts_with_names_of_their_own_share_a_work_folder(workspace, tmp_path):
     how = replace(FAST, epochs=0.1)
     for run in (DraftRun(name="distilled"), DraftRun(name="parallel", parallel=Parallel(3))):
@@ -367,6 +382,14 @@ def test_the_draft_generates_its_own_rows_with_the_steps_noise():
     greedy = continue_rows(draft, ids[:, :4], 6, torch.zeros(4), torch.Generator())
     wanted = draft.generate(ids[:, :4], attention_mask=torch.ones(4, 4), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert torch.equal(greedy, wanted)
+
+
+def test_on_policy_training_in_bfloat16_trains_all_weights():
+    """The draft generates in the same autocast context, without gradients: the weights converted there must not be reused."""
+    draft = tiny("llama").requires_grad_(True)
+    loss = DistillationLoss(draft, tiny("llama"), Distillation(on_policy=0.5, prompt_len=4), torch.bfloat16)
+    loss(torch.randint(0, 64, (4, 10), generator=torch.Generator().manual_seed(5)), 0, 0, 0.5)[0].backward()
+    assert [name for name, weight in draft.named_parameters() if weight.grad is None or not weight.grad.any()] == []
 
 
 def test_on_policy_rows_have_only_tokens_of_the_target():

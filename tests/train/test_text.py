@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_folder import TEXT, make_tokenizer
+from tiny_folder import END, TEXT, make_tokenizer
 from tokenizers import processors
 
 from outrider.train.text import check_text_file, read_documents, token_rows
@@ -111,6 +111,15 @@ def test_a_chat_has_the_begin_token_of_its_template_only(tmp_path):
     lines.write_text(json.dumps({"messages": [{"role": "user", "content": "add"}]}) + "\n" + json.dumps({"text": "add"}))
     for ids in read_documents(lines, tokenizer):
         assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize("written", ["", END, f"{END}\n"])
+def test_a_chat_has_one_end_token(written, tokenizer, tmp_path, monkeypatch):
+    ending = written.replace("\n", "\\n")
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}{{ '" + ending + "' }}")
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"messages": [{"role": "user", "content": "add"}]})] * 9))
+    rows = token_rows([tmp_path / "a.jsonl"], tokenizer, 2, 10**6)
+    assert tokenizer.decode(rows.flatten().tolist()).startswith(f"add{written or END}" * 8)
 
 
 def test_a_chat_keeps_its_tools_tool_calls_and_reasoning(tmp_path):

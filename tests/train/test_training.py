@@ -18,10 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_folder import letter_tokenizer, make_folder
 from toy import outputs_of
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from outrider import LLM, SamplingParams
-from outrider.heads import block_formats, eagle_formats, mtp_formats
+from outrider.heads import block_formats, eagle_formats, findings, mtp_formats
+from outrider.heads import medusa as medusa_heads
 from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import write_folder
 from outrider.heads.eagle import default_hidden_states
@@ -165,6 +166,35 @@ def test_training_blocks_equal_drafted_blocks(markov_rank, selector_rank, runner
         seen = [feature[0, :anchor] for feature in features]
         out = drafting.draft([f"text-{anchor}"], [seen], [int(ids[0, anchor])], [count])
         torch.testing.assert_close(out[0], block, rtol=2e-3, atol=2e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("markov_rank, selector_rank", [(0, 0), (4, 0), (0, 4)])
+def test_the_loss_of_each_draft_is_its_cross_entropy(markov_rank, selector_rank, runner, cache, monkeypatch):
+    torch.manual_seed(3)
+    head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 1, 6, markov_rank, selector_rank), 319)
+    for parameter in head.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    loss, drawn = BlockLoss(head, cache, LAYERS), []
+    blocks = loss._blocks
+    monkeypatch.setattr(loss, "_blocks", lambda *given: drawn.append((*given, blocks(*given))) or drawn[-1][-1])
+    parts = loss(torch.tensor([0, 5, 9]), 0, 0, 0.5)[1]
+    ids, _, anchors, out = drawn[0]
+    last = read_rows(cache, [0, 5, 9], head, LAYERS)[2]
+    for draft in (0, 1, 3):
+        one, places = out[:, :, draft], anchors + draft
+        rows = torch.arange(3)[:, None]
+        probs = head.target_logits(last[rows, places]).softmax(-1)
+        before, logits = ids[rows, places], head.logits(one)
+        if selector_rank:
+            candidates, scores = head.candidate_selector.scores(one, logits, before)
+            expected = -(probs.gather(-1, candidates) * scores.log_softmax(-1)).sum(-1).mean()
+        else:
+            expected, logits = 0.0, head.logits_after(one, logits, before)
+        expected = expected - (probs * logits.log_softmax(-1)).sum(-1).mean()
+        torch.testing.assert_close(parts[f"draft_{draft + 1}"], expected, rtol=1e-4, atol=1e-4)
+        hits = (probs.argmax(-1) == logits.argmax(-1)).float().mean()
+        torch.testing.assert_close(parts[f"hit_{draft + 1}"], hits)
 
 
 def test_the_mask_token_is_unused_and_has_an_embedding(runner):
@@ -522,6 +552,20 @@ def test_a_resumed_run_keeps_its_arithmetic(tmp_path, monkeypatch):
         assert precision.run_dtype(tmp_path / "run", torch.device("cpu")) == torch.float32
 
 
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_a_gpu_without_bfloat16_trains_in_float32(is_supported, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: is_supported or including_emulation)
+    chosen = precision.autocast_dtype.__wrapped__(torch.device("cuda"))
+    assert chosen == (torch.bfloat16 if is_supported else torch.float32)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"dtype": "float5"}', '{"dtype": 5}'])
+def test_a_damaged_file_of_the_arithmetic_is_named(content, tmp_path):
+    (tmp_path / "arithmetic.json").write_text(content)
+    with pytest.raises(OutriderError, match=r"cannot resume from .*arithmetic\.json \(.*\): delete it to start again"):
+        precision.run_dtype(tmp_path, torch.device("cpu"))
+
+
 def test_a_full_disk_is_reported_with_the_file_and_leaves_no_part(tmp_path, monkeypatch):
     def stop_half_way(tensors, path, metadata=None):
         path.write_bytes(b"half of it")
@@ -576,6 +620,92 @@ def test_heads_that_do_not_fit_into_memory_are_refused_before_text_is_read(train
     workspace = Workspace(runner, None, tmp_path, Source(paths=(tmp_path / "missing.txt",)))
     with pytest.raises(OutriderError, match=r"gradients and optimizer state, takes at least .* of memory: train a smaller"):
         train(workspace, tmp_path, HeadPlan(), kind)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "mtp", "dflash"])
+def test_a_continued_head_that_does_not_fit_into_memory_is_refused_before_text_is_read(kind, runner, tmp_path, monkeypatch):
+    start = tmp_path / "start"
+    if kind == "medusa":
+        medusa_heads.export(shapes.new_medusa(runner, 2, 1), start, runner.vocab_size)
+    elif kind == "eagle3":
+        eagle_formats.export(shapes.new_eagle(runner, 3, (0, 2, 3), None), start)
+    elif kind == "mtp":
+        mtp_formats.export(shapes.new_mtp(runner), start)
+    else:
+        block_formats.export(shapes.new_block(runner, shapes.BlockSizes((2, 3), 1, 4), 319), start, LAYERS)
+    train, run = {
+        "medusa": (train_medusa, MedusaRun(start=str(start))),
+        "eagle3": (train_eagle, EagleRun(start=str(start))),
+        "mtp": (train_mtp, MtpRun(start=str(start))),
+        "dflash": (train_block, BlockRun(start=str(start))),
+    }[kind]
+    monkeypatch.setattr("outrider.memory.total_memory", lambda: 10**4)
+    workspace = Workspace(runner, None, tmp_path, Source(paths=(tmp_path / "missing.txt",)))
+    with pytest.raises(OutriderError, match=r"gradients and optimizer state, takes at least .* of memory: train a smaller"):
+        train(workspace, tmp_path / "out", HeadPlan(), run)
+
+
+def test_the_memory_of_an_mtp_head_includes_its_projection(runner, monkeypatch):
+    counted = []
+    monkeypatch.setattr(shapes, "_check_fits", lambda head, _: counted.append(sum(each.numel() for each in head.parameters())))
+    head = shapes.new_mtp(runner)
+    assert counted == [sum(each.numel() for each in (*head.fc.parameters(), *head.layers.parameters()))]
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "speculators", "dflash"])
+def test_a_new_head_has_the_rope_of_its_target_also_when_it_is_read_back(kind, tmp_path):
+    target = make_folder(tmp_path / "target", num_hidden_layers=LAYERS, hidden_size=32, rope_parameters=dict(LLAMA3))
+    runner = ModelRunner.load(str(target), RunnerConfig(compile="never"))
+    if kind == "dflash":
+        head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 1, 4), 319)
+        block_formats.export(head, tmp_path / "head", LAYERS)
+        again = block_formats.load(tmp_path / "head", runner)
+    else:
+        head = shapes.new_eagle(runner, 1 if kind == "eagle1" else 3, (0, 2, 3), None)
+        eagle_formats.export(head, tmp_path / "head", "speculators" if kind == "speculators" else "native")
+        again = eagle_formats.load(tmp_path / "head", runner)
+    assert head.shape.config.rope_parameters == again.shape.config.rope_parameters == LLAMA3
+    assert not list(findings._rope(again, runner))  # the doctor has no remark
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "expected"),
+    [
+        (
+            "gemma3_text",
+            {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        ),
+        (
+            "llama",
+            {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5},
+            {"rope_type": "default", "rope_theta": 5e5},
+        ),
+        (
+            "glm4",
+            {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            {"rope_type": "default", "rope_theta": 5e5},
+        ),
+    ],
+)
+def test_a_new_head_has_the_theta_of_any_target(kind, rope, expected):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    config = CONFIG_MAPPING[kind](**sizes, num_hidden_layers=2, num_key_value_heads=2, rope_parameters=rope, pad_token_id=0)
+    target = SimpleNamespace(model=SimpleNamespace(config=config), hidden_size=32, vocab_size=64, max_len=64)
+    assert shapes.head_config(target, LlamaConfig).rope_parameters == expected
 
 
 def test_rows_too_short_for_medusa_heads_are_refused_before_the_heads_are_built(runner, rows, tmp_path, monkeypatch):

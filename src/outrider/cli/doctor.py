@@ -16,7 +16,7 @@ from outrider.options import SAMPLING
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT
 
 if TYPE_CHECKING:
-    from outrider.doctor import Checkup
+    from outrider.doctor import Report
 
 EXAMPLES = """Examples:
 
@@ -47,7 +47,7 @@ def command(
 ) -> int:
     """Check whether a draft fits its target: vocabulary, context, memory, then acceptance and speed on a few prompts."""
     from outrider.cli.session import auto_method, loading, resolve
-    from outrider.doctor import Patient, all_candidates, check_up
+    from outrider.doctor import DoctorOptions, all_candidates, check_draft
 
     show_notices()
     params = sampling.params()
@@ -57,28 +57,28 @@ def command(
     found = all_candidates(models.target, models.download_draft) if named == AUTO and not models.draft else []
     target = local_gguf(models.target) or TARGET
     with loading("looking") as tell:
-        checkup = check_up(Patient(target, method, options, params), tell)
-        if named == AUTO and any((each.level, each.topic) == ("wrong", "vocabulary") for each in checkup.findings):
+        report = check_draft(DoctorOptions(target, method, options, params), tell)
+        if named == AUTO and any((each.level, each.topic) == ("wrong", "vocabulary") for each in report.findings):
             method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT  # as in all other commands
-            checkup = check_up(Patient(target, method, options, params), tell)
-    checkup.findings[:0] = found
+            report = check_draft(DoctorOptions(target, method, options, params), tell)
+    report.findings[:0] = found
     if as_json:
-        print(json.dumps(asdict(checkup) | {"fits": checkup.fits, "verdict": checkup.verdict}))
+        print(json.dumps(asdict(report) | {"fits": report.fits, "verdict": report.verdict}))
     else:
-        _show(checkup, method)
-    return 0 if checkup.fits else EXIT_CHECK_FAILED
+        _show(report, method)
+    return 0 if report.fits else EXIT_CHECK_FAILED
 
 
-def _show(checkup: Checkup, method: str) -> None:
+def _show(report: Report, method: str) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     out, view = Console(soft_wrap=True), Table.grid(padding=(0, 2))
-    for finding in checkup.findings:
+    for finding in report.findings:
         view.add_row(MARKS[finding.level], finding.topic, escape(in_flags(finding.text)))
     out.print(view)
-    found = checkup.acceptance
+    found = report.acceptance
     if found is not None:
         places = ", ".join(f"{rate:.0%}" for rate in found.by_position) or "none"
         tau, prompts = found.mean_acceptance_length, found.num_prompts
@@ -87,4 +87,4 @@ def _show(checkup: Checkup, method: str) -> None:
             f"speed        plain {found.plain_tok_s:.1f} tok/s, {method} {found.tok_s:.1f}, over {prompts} prompts",
             markup=False,
         )
-    out.print(f"verdict      [bold]{escape(checkup.verdict)}[/]")
+    out.print(f"verdict      [bold]{escape(report.verdict)}[/]")

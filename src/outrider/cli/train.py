@@ -19,7 +19,10 @@ from outrider.hub import is_gguf_id, local_gguf
 from outrider.memory import weight_files
 from outrider.options import flag_name, path_or_text
 from outrider.train.options import (
+    CONTINUED_RATES,
+    MASK_RATES,
     MEASURED,
+    NEW_RATES,
     TEXT,
     WHAT,
     BlockRun,
@@ -64,8 +67,6 @@ outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear 
 """
 Out = Annotated[Path, typer.Option(help="Output folder.", rich_help_panel=WHAT)]
 training = partial(with_groups, panel=WHAT)  # the decorator of all commands here
-MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # default learning rates to continue a model
-MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same for weights that must learn to read mask tokens
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def draft(  # noqa: PLR0913 - groups of options
         raise OutriderError("--keep and --keep-least need --parallel")
     run = DraftRun(shape, start, replace(teaching, prompt_len=source.prompt_len), parallel)
     check_sizes(shape, "layers", "width", "from_layers", start=start)
-    plan = paced(length, start, MODEL_RATES if parallel.parallel is None else MASK_RATES)
+    continued = CONTINUED_RATES if parallel.parallel is None else MASK_RATES
+    plan = length.with_rates(NEW_RATES if start is None else continued)
     workspace = workspace_of(
         files, source, out, start, uses_prompts=teaching.on_policy > 0, copies=1, shape=None if start else shape
     )
@@ -141,7 +143,7 @@ def early_exit(*, out: Out, skip: LayerSkip, files: FileOptions, source: Source,
     from outrider.train.model_runs import train_early_exit
     from outrider.train.shapes import COPIES
 
-    plan = length.with_rates(MODEL_RATES)
+    plan = length.with_rates(CONTINUED_RATES)
     workspace = workspace_of(files, source, out, copies=COPIES)
     train_early_exit(workspace, out, plan, skip)
     done(f"--target {out} --method early-exit")
@@ -159,7 +161,8 @@ def train_head(method: str, out: Path, run: Any, files: FileOptions, source: Sou
     for other in run.folders(out)[1:] if isinstance(run, EagleRun) else ():
         check_out(other, models_of(files, run.start))
     workspace = workspace_of(files, source, out, run.start)
-    train(workspace, out, paced(length, run.start), replace(run, start=local_gguf(run.start)))
+    plan = length.with_rates(NEW_RATES if run.start is None else CONTINUED_RATES)
+    train(workspace, out, plan, replace(run, start=local_gguf(run.start)))
     done(f"--method {method} --draft {out}")
 
 
@@ -168,11 +171,6 @@ def check_sizes(run: Any, *names: str, start: str | None = None) -> None:
     given = [name for name in names if getattr(run, name) != getattr(type(run), name)]
     if given and getattr(run, "start", start) is not None:
         raise OutriderError(f"--start determines the sizes: omit {', '.join(map(flag_name, given))}")
-
-
-def paced(length: HeadPlan, start: str | None, rates: dict[str, float] = MODEL_RATES) -> HeadPlan:
-    """Return the training plan, with these default learning rates if it continues ``start``."""
-    return length if start is None else length.with_rates(rates)
 
 
 def workspace_of(

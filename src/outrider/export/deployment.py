@@ -13,7 +13,7 @@ from outrider.engine.plan import Plan, located, served_name
 from outrider.hub import local_gguf
 from outrider.method_text import split_method
 from outrider.proposers.method import Setting
-from outrider.proposers.portable import NoDrafts, Portable, SmallModel
+from outrider.proposers.portable import NoDrafts, Portable, SmallModel, TreeHead
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS
 from outrider.types import OutriderError
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 VERIFIER = "rejection"  # the default: all engines support it, and its output distribution is that of Outrider's default
+RECURRENT = frozenset(("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"))  # transformers' types of layers
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,14 @@ class Deployment:
 
     @property
     def k(self) -> int:
-        """Return the number of drafts per round; a typical one if the plan sets none."""
-        return self.kind.usual_k if self.own_k is None else self.own_k
+        """Return the number of drafts per round, at most the method's depth; a typical one if the plan sets none."""
+        k = self.kind.usual_k if self.own_k is None else self.own_k
+        return min(k, getattr(self.kind, "max_depth", None) or k)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Return whether the target has recurrent layers, for which Outrider drafts chains instead of trees."""
+        return not RECURRENT.isdisjoint(getattr(self.config, "layer_types", None) or ())
 
     @property
     def is_model_free(self) -> bool:
@@ -112,7 +119,10 @@ def read_deployment(plan: Plan, check: Callable[[str], None] = lambda source: No
         kind = _kind(method, draft, drafts_there)
     if plan.given("num_draft_tokens") == 0:
         kind = NoDrafts()
-    return Deployment(target, method, kind, plan)
+    deployment = Deployment(target, method, kind, plan)
+    if isinstance(kind, TreeHead) and kind.top_k > 1 and deployment.is_recurrent:
+        return replace(deployment, kind=replace(kind, top_k=1))
+    return deployment
 
 
 def gguf_files(deployment: Deployment) -> list[str]:

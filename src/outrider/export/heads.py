@@ -14,7 +14,7 @@ from outrider.export.deployment import Deployment
 from outrider.heads import block_formats, eagle_formats, medusa, mtp_formats
 from outrider.heads.block import BlockShape
 from outrider.heads.checkpoint import MTP, find_folder, kinds_of, read_config, read_folder
-from outrider.heads.eagle import EagleShape
+from outrider.heads.eagle import EagleShape, check_hidden_states
 from outrider.proposers import portable
 from outrider.proposers.recognition import TargetFiles
 from outrider.runner.loading import load_config
@@ -28,10 +28,16 @@ def feature_head(kind: portable.FeatureHead, deployment: Deployment, folder: Pat
     """Return the head's folder (relative to ``folder`` if converted) and its shape.
 
     A native head whose config names its layers in both numbering conventions is not converted; otherwise engines guess or
-    misread them. ``eagle_1``: the engine's architecture for EAGLE-1 heads. Raises ``OutriderError`` for a head that does not
-    fit the target.
+    misread them. ``eagle_1``: the engine's architecture for EAGLE-1 heads. Raises ``OutriderError`` for a head or
+    hidden states that do not fit the target.
     """
-    head = eagle_formats.load(kind.source, _files(deployment))
+    target = _files(deployment)
+    head = eagle_formats.load(kind.source, target)
+    if kind.hidden_states is not None:
+        check_hidden_states(kind.hidden_states, head, target.num_layers)
+        if head.shape.generation == 1 and kind.hidden_states != head.hidden_states:
+            reads = "other engines feed EAGLE-1 heads the last hidden state only: remove hidden_states from the method"
+            raise OutriderError(f"invalid hidden_states {kind.hidden_states}: {reads}")
     written = read_config(find_folder(kind.source))
     names = written.get("architectures")
     if names == [eagle_1] and head.shape.generation == 1 and not written.get("bias"):  # engines read it as the attention's

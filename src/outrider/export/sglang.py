@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from outrider.export import heads
 from outrider.export.deployment import Deployment
-from outrider.export.engine import GREEDY, Engine, Export, gpu_environment
+from outrider.export.engine import TEMPERATURE_NOTE, Engine, Export, gpu_environment
 from outrider.proposers import portable
 from outrider.types import OutriderError
 
@@ -60,7 +60,7 @@ class Sglang(Engine):
             notes = [*notes, "SGLang has no limit in GiB for its cache: --mem-fraction-static sets a share of the memory."]
         if deployment.given("compile") == "never":
             command.append("--disable-cuda-graph")
-        return Export(command, environment=environment, notes=[*notes, GREEDY], num_drafts=num_drafts)
+        return Export(command, environment=environment, notes=[*notes, TEMPERATURE_NOTE], num_drafts=num_drafts)
 
     def _drafting(self, deployment: Deployment, folder: Path) -> tuple[dict[str, str | int], int, list[str]]:
         """Return SGLang's flags for drafting, without dashes, the number of drafts, and the differences to Outrider."""
@@ -99,6 +99,8 @@ class Sglang(Engine):
             own = heads.own_head(kind, deployment, self.name, MTP_TYPES)
             algorithm = "NEXTN"  # with one layer of the target's kind
         head: dict[str, str | int] = {} if own is None else {"speculative-draft-model-path": own}
-        num_drafts = k if kind.top_k == 1 else kind.max_nodes or min(TREE_NODES, 2 * k)
+        asked = k if kind.top_k == 1 else kind.max_nodes or min(TREE_NODES, 2 * k)
+        num_drafts = min(asked, kind.top_k + (k - 1) * kind.top_k**2)  # SGLang expands top_k paths per step
+        notes = [f"SGLang's trees of {k} steps have at most {num_drafts} drafts."] if num_drafts < asked else []
         chain |= {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": num_drafts + 1}
-        return {"speculative-algorithm": algorithm, **head, **chain}, num_drafts, []
+        return {"speculative-algorithm": algorithm, **head, **chain}, num_drafts, notes

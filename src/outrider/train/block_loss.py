@@ -50,21 +50,21 @@ class BlockLoss:
         weights = [math.exp(-draft / gamma) for draft in range(shape.max_drafts)]
         losses, hits = list[Tensor](), list[Tensor]()
         with arithmetic(ids.device, self.dtype):
-            out = self._blocks(ids, features, anchors)
-            for draft in range(shape.max_drafts):
-                wanted = teacher_of(self._target_logits(last, anchors + draft), self.head.draft_ids)
-                before = ids.gather(1, anchors + draft)
-                logits = self.head.logits(out[:, :, draft])
-                selector = self.head.candidate_selector
-                if selector is None:
-                    loss, hit = self.entropy(self.head.logits_after(out[:, :, draft], logits, before), wanted)
-                else:
-                    loss, hit = self.entropy(logits, wanted)
-                    candidates, scores = selector.scores(out[:, :, draft], logits, before)
-                    # Tokens outside the candidates are ignored: if no candidate is likely, there is nothing to learn.
-                    probs, logprobs = wanted.probs.gather(-1, candidates), scores.log_softmax(-1, dtype=torch.float32)
-                    loss = loss - (probs * logprobs).sum(-1).mean()
-                losses.append(loss)
+            out, places = self._drafts(ids, features, anchors)
+            teacher = teacher_of(self._target_logits(last, places), self.head.draft_ids)
+            logits, before, selector = self.head.logits(out), ids.gather(1, places), self.head.candidate_selector
+            path_losses = None
+            if selector is None:
+                logits = self.head.logits_after(out, logits, before)
+            else:
+                candidates, scores = selector.scores(out, logits, before)
+                # Tokens outside the candidates are ignored: if no candidate is likely, there is nothing to learn.
+                path_losses = -(teacher.probs.gather(-1, candidates) * scores.log_softmax(-1, dtype=torch.float32)).sum(-1)
+            num = anchors.shape[1]
+            for draft, own in enumerate(logits.split(num, 1)):
+                labels_at = slice(draft * num, (draft + 1) * num)
+                loss, hit = self.entropy(own, teacher.at(labels_at))
+                losses.append(loss if path_losses is None else loss + path_losses[:, labels_at].mean())
                 hits.append(hit)
         total = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
         parts = by_draft("draft", [loss.detach() for loss in losses]) | by_draft("hit", hits)
@@ -89,6 +89,14 @@ class BlockLoss:
         out: Tensor = head(hidden, context, rotation, attend, within.repeat(num)[None])
         return out.view(batch, num, shape.block_size, -1)[:, :, shape.block_size - shape.max_drafts :]
 
+    def _drafts(self, ids: Tensor, features: list[Tensor], anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the head's outputs [B, K * N, H] for the K drafts after each anchor [B, N], the first drafts first.
+
+        And the indices [B, K * N] of the tokens before the drafts, after which the target's distributions are their labels.
+        """
+        out = self._blocks(ids, features, anchors)
+        return out.transpose(1, 2).flatten(1, 2), torch.cat([anchors + draft for draft in range(out.shape[2])], 1)
+
     def _target_logits(self, last: Tensor, places: Tensor) -> Tensor:
         """Return the target's logits [B, N, V] after the tokens at ``places`` [B, N], from its last features [B, S, H]."""
         return self.head.target_logits(last.gather(1, places[:, :, None].expand(-1, -1, last.shape[2])))
@@ -105,13 +113,11 @@ class BlockLoss:
             ids, features, last = read_rows(self.cache, [row], self.head, self.last)
             most = ids.shape[1] - self.head.shape.max_drafts
             anchors = torch.linspace(1, most, self._num_anchors(ids.shape[1]), device=ids.device).long()[None]
-            out = self._blocks(ids, features, anchors)
-            pairs = []
-            for draft in range(out.shape[2]):
-                target, one = self._target_logits(last, anchors + draft)[0], out[:, :, draft]
-                own = self.head.logits_after(one, self.head.logits(one), ids.gather(1, anchors + draft))[0]
-                pairs.append(acceptance(target, self.head.to_target_vocabulary(own, target.shape[-1])))
-            found.append([torch.stack(each) for each in zip(*pairs, strict=True)])
+            out, places = self._drafts(ids, features, anchors)
+            target = self._target_logits(last, places)[0]
+            own = self.head.logits_after(out, self.head.logits(out), ids.gather(1, places))[0]
+            accepted = acceptance(target, self.head.to_target_vocabulary(own, target.shape[-1]))
+            found.append([each.view(self.head.shape.max_drafts, -1) for each in accepted])
         greedy, sampled = (torch.cat(each, 1) for each in zip(*found, strict=True))  # [K, anchors]
         lengths = [1 + float(each.cumprod(0).mean(1).sum()) for each in (greedy, sampled)]
         return {

@@ -26,7 +26,7 @@ from outrider.types import Context, OutriderError, Proposal, Request, SamplingPa
 
 logger = logging.getLogger(__name__)
 
-SHARD_ROWS = 64
+SHARD_ROWS, SHARD_TOKENS = 64, 16384  # at most: the hidden states of a shard are collected in memory
 
 
 class FeatureCache(RowOrder):
@@ -35,6 +35,7 @@ class FeatureCache(RowOrder):
     def __init__(self, folder: Path, num_rows: int, seq_len: int) -> None:
         super().__init__(num_rows - held_out(num_rows), seq_len)
         self.held_out = range(self.num_training, num_rows)  # indices of rows
+        self._shard_rows = shard_rows(seq_len)
         self._folder = folder
         self._open: dict[int, Any] = {}
 
@@ -45,7 +46,7 @@ class FeatureCache(RowOrder):
         ids: list[Tensor] = []
         features: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         for row in rows:
-            shard, at = self._shard(row // SHARD_ROWS), row % SHARD_ROWS
+            shard, at = self._shard(row // self._shard_rows), row % self._shard_rows
             ids.append(shard.get_slice("ids")[at : at + 1])
             for layer, found in features.items():
                 found.append(shard.get_slice(f"hidden_{layer}")[at : at + 1])
@@ -61,6 +62,24 @@ class FeatureCache(RowOrder):
 
 def _name(number: int) -> str:
     return f"features_{number:05}.safetensors"
+
+
+def shard_rows(seq_len: int) -> int:
+    """Return the rows per shard."""
+    return max(1, min(SHARD_ROWS, SHARD_TOKENS // seq_len))
+
+
+def missing_shards(folder: Path, rows: Tensor) -> dict[int, Path]:
+    """Return the shards of rows [R, S] that a folder lacks: index of the first row -> file."""
+    size = shard_rows(rows.shape[1])
+    files = {start: folder / _name(start // size) for start in range(0, len(rows), size)}
+    return {start: file for start, file in files.items() if not file.exists()}
+
+
+def missing_bytes(folder: Path, rows: Tensor, num_layers: int, hidden_size: int) -> int:
+    """Return the size of that many hidden states of rows [R, S] that a folder lacks."""
+    num_rows = len(missing_shards(folder, rows)) * shard_rows(rows.shape[1])
+    return num_rows * rows.shape[1] * num_layers * hidden_size * torch.bfloat16.itemsize
 
 
 def check_captured(runner: ModelRunner, layers: Sequence[int], seq_len: int) -> None:
@@ -83,6 +102,7 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
         "rows": len(rows),
         "seq_len": rows.shape[1],
         "layers": list(layers),
+        "shard_rows": shard_rows(rows.shape[1]),
     }
     known = read_or_create_json(folder / "features.json", lambda: about)
     if {**known, "layers": 0} != {**about, "layers": 0}:
@@ -92,13 +112,13 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
             f"{folder} has hidden states {_joined(known['layers'])}, and this run reads {_joined(layers)}:"
             " give another folder (--work), or delete this one, so that all of them are captured"
         )
-    left = [start for start in range(0, len(rows), SHARD_ROWS) if not (folder / _name(start // SHARD_ROWS)).exists()]
-    needed = len(left) * SHARD_ROWS * rows.shape[1] * len(known["layers"]) * runner.hidden_size * 2
+    left = missing_shards(folder, rows)
     if left:
+        needed = missing_bytes(folder, rows, len(known["layers"]), runner.hidden_size)
         logger.info("hidden states of %d rows of %d tokens: %s in %s", *rows.shape, size(needed), folder)
         check_room(folder, needed, "use less text (--max-tokens)")
-    for start in left:
-        file, part = folder / _name(start // SHARD_ROWS), rows[start : start + SHARD_ROWS]
+    for start, file in left.items():
+        part = rows[start : start + shard_rows(rows.shape[1])]
 
         def captured(count: int, start: int = start) -> None:
             report((start + count) / len(rows), {"rows": start + count})

@@ -39,7 +39,7 @@ def digest(rows: Tensor) -> str:
     return hashlib.sha256(rows.int().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def claim(path: Path, about: Mapping[str, Any]) -> None:
+def check_or_record_identity(path: Path, about: Mapping[str, Any]) -> None:
     """Record a folder's identity in the file ``path``. Raises ``OutriderError`` if it already has another one."""
     about = json.loads(json.dumps(about))  # normalise as JSON: tuples become lists
     known = read_or_create_json(path, lambda: dict(about))

@@ -40,9 +40,10 @@ class MedusaLoss:
         with arithmetic(ids.device, self.dtype):
             teacher = teacher_of(self.output(hidden[:, 1:]), self.heads.token_map)  # after each token except the first
             for head in range(count):
-                there = slice(head, head + length - count - 1)
+                # At token t the head predicts token t + head + 2, and entry i of the teacher is the target's after token i + 1.
+                labels_at = slice(head, head + length - count - 1)
                 own = self.heads.one(head, hidden[:, : length - count - 1])  # [B, T, V]
-                loss, hit = self.entropy(own, teacher.at(there))
+                loss, hit = self.entropy(own, teacher.at(labels_at))
                 total = total + self.decay**head * loss
                 parts |= {f"head_{head + 1}": loss.detach(), f"hit_{head + 1}": hit}
         return total, {"loss": total.detach(), **parts}

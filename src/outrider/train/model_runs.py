@@ -33,7 +33,7 @@ from outrider.train.draft_model import new_draft
 from outrider.train.layer_skip import EarlyExitLoss
 from outrider.train.options import Distillation, DraftShape, HeadPlan, LayerSkip, Parallel
 from outrider.train.parallel import ParallelDraftTraining
-from outrider.train.runs import Workspace, checkpoint_dtype, finish, run_job
+from outrider.train.runs import Workspace, checkpoint_dtype, finish, in_checkpoint_dtype, run_job
 from outrider.train.shapes import COPIES, FLOAT32
 from outrider.train.text import TextRows, check_continuation
 from outrider.types import OutriderError
@@ -57,7 +57,8 @@ def train_early_exit(workspace: Workspace, out: Path, plan: HeadPlan, skip: Laye
         )
     _check_rows(workspace, model, str(model.name_or_path))
     decoder.check()
-    workspace.claim("early-exit", **asdict(skip))
+    workspace.check_disk("early-exit", model=model)
+    workspace.check_or_record_identity("early-exit", **asdict(skip))
     rows = TextRows(workspace.training_rows())
 
     def measure(final: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -126,7 +127,10 @@ def train_draft(workspace: Workspace, out: Path, plan: HeadPlan, options: DraftR
     share = draft.num_parameters() / target.num_parameters()
     logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, origin)
     about = {"shape": asdict(options.shape), "teaching": asdict(teaching), "parallel": parallel and asdict(parallel)}
-    workspace.claim(options.name, start=options.start, **about)
+    if workspace.dtype(options.name) != torch.float32:  # weights that are not trained need no more precision than the products
+        in_checkpoint_dtype(target)
+    workspace.check_disk(options.name, model=draft)
+    workspace.check_or_record_identity(options.name, start=options.start, **about)
     rows = TextRows(workspace.training_rows())
     on_text = partial(measure_draft, draft, target) if training is None else partial(training.measure, target)
 

@@ -17,6 +17,14 @@ FOLDER = text("a folder or a hub id")
 CONTINUE = "Continue this head, a folder or hub id, instead of a new one; its sizes stay."
 LAYERS = several(whole(0), "a list of whole numbers from 0 on (2,7,11)")
 DIVERGENCES = ("kl", "tv")
+NEW_RATES = {"muon_lr": 0.01, "adam_lr": 0.001}  # default learning rates
+CONTINUED_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # of an existing model
+MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # of an existing model that must learn to read mask tokens
+
+
+def _default_rates(name: str) -> str:
+    """Return the text of the help."""
+    return f"(default: {NEW_RATES[name]}; {CONTINUED_RATES[name]} to continue an existing model)"
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,8 @@ class HeadPlan(CheckedOptions):
     )
     epochs: float = option(number(above=0), 4.0, "Maximum passes over the text.")
     batch_tokens: int = option(whole(1), 4096, "Tokens per step, at least one row; fewer need less memory.")
-    muon_lr: float | None = option(
-        number(above=0), None, "Learning rate of the layers' matrices (default: 0.01; 0.002 to continue an existing model)."
-    )
-    adam_lr: float | None = option(
-        number(above=0), None, "Learning rate of other weights (default: 0.001; 0.0001 to continue an existing model)."
-    )
+    muon_lr: float | None = option(number(above=0), None, f"Learning rate of the layers' matrices {_default_rates('muon_lr')}.")
+    adam_lr: float | None = option(number(above=0), None, f"Learning rate of other weights {_default_rates('adam_lr')}.")
     compile: bool = option(boolean(), False, "Compile the training step; takes a minute and pays on longer runs.")
     seed: int = SEED
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 SEED = 1729
@@ -34,10 +33,4 @@ class TrainingPlan:
     eval_every_s: float = 600.0
     save_every_s: float = 120.0
     seed: int = SEED
-    pass_tokens: int | None = None  # tokens per pass: a step accumulates the gradients of several passes; None: one pass
-
-    def num_passes(self, rows: int, seq_len: int) -> int:
-        """Return the number of passes of a step with these rows; a pass has at least one row."""
-        if self.pass_tokens is None:
-            return 1
-        return min(rows, math.ceil(rows * seq_len / self.pass_tokens))
+    pass_tokens: int | None = None  # maximum per pass, or one row: a step adds the gradients of its passes; None: no maximum

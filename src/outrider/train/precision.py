@@ -1,4 +1,4 @@
-"""Choose the fastest training precision."""
+"""Choose the precision of training: the dtype of matrix products."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from outrider.train.claims import read_or_create_json
+from outrider.train.claims import damaged_file_errors, read_or_create_json
 from outrider.types import dtype_name
 
 
 @cache
 def autocast_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 if a measured matrix product is faster in it, else float32."""
+    """Return bfloat16 on a GPU with units for it, and on a CPU where a measured product is faster in it; else float32."""
     if device.type == "cuda":
-        return torch.bfloat16
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
 
     def seconds(dtype: torch.dtype) -> float:
         left, right = torch.ones(1024, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
@@ -31,11 +31,14 @@ def autocast_dtype(device: torch.device) -> torch.dtype:
 
 
 def run_dtype(folder: Path, device: torch.device) -> torch.dtype:
-    """Return the dtype of the products of the run in this folder: measured at its start, and kept when it is resumed,
-    because a second measurement can differ.
+    """Return the dtype of the products of the run in this folder.
+
+    It is chosen at the start and kept when the run is resumed, because a second measurement can differ.
     """
-    measured = read_or_create_json(folder / "arithmetic.json", lambda: {"dtype": dtype_name(autocast_dtype(device))})
-    dtype: torch.dtype = getattr(torch, measured["dtype"])
+    file = folder / "arithmetic.json"
+    chosen = read_or_create_json(file, lambda: {"dtype": dtype_name(autocast_dtype(device))})
+    with damaged_file_errors(file):
+        dtype: torch.dtype = getattr(torch, chosen["dtype"])
     return dtype
 
 

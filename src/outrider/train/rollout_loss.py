@@ -70,8 +70,8 @@ class RolloutLoss:
         """Return loss and hits per depth for tokens [B, S] and features [B, S, H]."""
         teacher, found = teacher_of(self.head.target_logits(last), self.head.draft_ids), []
         for depth, out in enumerate(self._rollout(ids, features, steps)):
-            there = slice(1 + depth, 1 + depth + out.shape[1])
-            found.append(self._step_loss(out, teacher.at(there), last[:, there]))
+            labels_at = slice(1 + depth, 1 + depth + out.shape[1])  # the token before the one that an entry predicts
+            found.append(self._step_loss(out, teacher.at(labels_at), last[:, labels_at]))
         return [loss for loss, _ in found], [hit for _, hit in found]
 
     def _rollout(self, ids: Tensor, features: list[Tensor], steps: int) -> list[Tensor]:

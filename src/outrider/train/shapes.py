@@ -23,16 +23,18 @@ from outrider.memory import size as in_bytes
 from outrider.runner import ModelRunner, loading
 from outrider.runner.linear import weight_of
 from outrider.train import rollout_attention
-from outrider.train.trainer import STATES
+from outrider.train.trainer import WEIGHT_COPIES_PER_CHECKPOINT
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", LlamaConfig, Qwen3Config)
 Head = TypeVar("Head", bound=FeatureHead)
+Continued = TypeVar("Continued", bound=nn.Module)
 
 FLOAT32 = 4  # bytes of a weight
 COPIES = 3  # of the weights in float32 in training: themselves, gradients, and at least one state of the optimizer
+ROPE_SCALINGS = ("linear", "llama3", "yarn")  # types of scaling that Llama and Qwen3 layers take over from a target
 
 
 class OutputLayer(nn.Linear):
@@ -87,7 +89,7 @@ def _check_fits(head: nn.Module, runner: ModelRunner) -> None:
         "head with %.1fM parameters: training takes at least %s of memory, and up to %s on disk for checkpoints",
         size / 1e6,
         in_bytes(FLOAT32 * COPIES * size),
-        in_bytes(2 * FLOAT32 * STATES * size),
+        in_bytes(2 * FLOAT32 * WEIGHT_COPIES_PER_CHECKPOINT * size),
     )
 
 
@@ -121,11 +123,17 @@ def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, draft_ids: 
 
 
 def head_config(runner: ModelRunner, kind: type[Config], num_layers: int = 1) -> Config:
-    """Return a config of Llama-like layers with the target's widths, and the target's rotary settings if standard."""
+    """Return a config of Llama-like layers with the target's widths and the RoPE of its layers with full attention.
+
+    RoPE scalings other than ``ROPE_SCALINGS`` are omitted, and the theta is kept.
+    """
     text = loading.text_config(runner.model)
     hidden, heads = runner.hidden_size, int(text.num_attention_heads)
-    rope = dict(getattr(text, "rope_parameters", None) or {})
-    theta = float(rope.get("rope_theta", 10000.0)) if rope.get("rope_type", "default") == "default" else 10000.0
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope) or {}  # Gemma has one for each kind of layer
+    scaling = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}  # a head rotates all features
+    if rope.get("rope_type") not in ROPE_SCALINGS:
+        scaling = {"rope_type": "default"}
     return kind(
         vocab_size=runner.vocab_size,
         hidden_size=hidden,
@@ -136,7 +144,7 @@ def head_config(runner: ModelRunner, kind: type[Config], num_layers: int = 1) ->
         head_dim=int(getattr(text, "head_dim", None) or hidden // heads),
         max_position_embeddings=loading.context_length(text) or runner.max_len,
         rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-5),
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        rope_parameters=scaling | {"rope_theta": float(rope.get("rope_theta") or 10000.0)},
     )
 
 
@@ -178,7 +186,8 @@ def new_mtp(runner: ModelRunner) -> MtpHead:
     except OutriderError as error:
         logger.info("%s: a Llama layer is trained", error)
         template = LayerTemplate.of(head_config(runner, LlamaConfig, runner.num_layers), LlamaForCausalLM)
-    _check_fits(loading.decoder_layers(template.model)[max(template.layers)], runner)  # most of the head
+    fc = nn.Linear(2 * runner.hidden_size, runner.hidden_size, bias=False, device="meta")
+    _check_fits(nn.ModuleList([loading.decoder_layers(template.model)[max(template.layers)], fc]), runner)  # all but norms
     head = MtpHead(template, max(template.layers))
     with torch.no_grad():
         _repeat_feature(head)
@@ -273,6 +282,14 @@ def trainable(head: Head, runner: ModelRunner) -> Head:
     output = output_layer(runner)
     postprocess, output.postprocess = output.postprocess, None  # separate, because a block drafter may have its own instead
     head.share_target_modules(runner.model.get_input_embeddings(), output, postprocess)
+    return head.to(runner.device).requires_grad_(True)
+
+
+def continued(head: Continued, runner: ModelRunner) -> Continued:
+    """Return a loaded head in training on this target. Raises ``OutriderError`` if its training takes more than the memory."""
+    _check_fits(head, runner)
+    if isinstance(head, FeatureHead):
+        trainable(head, runner)
     return head.to(runner.device).requires_grad_(True)
 
 

@@ -19,7 +19,7 @@ from outrider.files import READ_ERRORS, open_text
 from outrider.heads.checkpoint import save_tensors
 from outrider.progress import Report
 from outrider.runner import ModelRunner
-from outrider.train.claims import claim, damaged_file_errors, digest, fingerprint
+from outrider.train.claims import check_or_record_identity, damaged_file_errors, digest, fingerprint
 from outrider.types import OutriderError
 
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -188,7 +188,7 @@ def token_rows(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seq_le
     ids = array("i")
     for document in (each for path in paths for each in read_documents(path, tokenizer, max_tokens - len(ids))):
         ids.extend(document)
-        if end is not None:
+        if end is not None and end not in document[-2:]:  # chat templates end with it, or with it and a line break
             ids.append(int(end))
         if len(ids) >= max_tokens:
             break
@@ -275,7 +275,7 @@ def regenerate(
     """
     check_continuation(prompt_len, rows.shape[1])
     settings = {"prompt length": prompt_len, "temperature": temperature, "seed": seed, "batch": runner.max_batch}
-    claim(folder / "text.json", {"target": fingerprint(runner.model), "text": digest(rows), **settings})
+    check_or_record_identity(folder / "text.json", {"target": fingerprint(runner.model), "text": digest(rows), **settings})
     written: list[Tensor] = []
     for number, batch in enumerate(rows.split(runner.max_batch)):
         file = folder / f"text_{number:05}.safetensors"

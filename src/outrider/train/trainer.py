@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # (batch, step, pass_index, progress) -> the loss, and parts of it to plot (floats or 0-d tensors). ``pass_index``: index of the
 # pass, which seeds its random numbers, because each pass of a step draws its own.
 Loss = Callable[[Tensor, int, int, float], tuple[Tensor, dict[str, Any]]]
-PACE = {  # settings that a resumed run may change, and their options
+CHANGEABLE_SETTINGS = {  # settings that a resumed run may change, and their options
     "max_tokens": "--epochs",
     "batch_tokens": "--batch-tokens",
     "minutes": "--minutes",
@@ -40,9 +40,9 @@ PACE = {  # settings that a resumed run may change, and their options
 }
 MAX_GAP_S = 5.0
 PAUSE = 4.0  # multiple of the usual gap above which a gap is a pause, whatever the step time
-MEMORY = 0.9  # decay of earlier gaps
-STATES = 3  # sizes of the weights that a checkpoint has: themselves, and at most two states of the optimizer
-SAVING = 20.0  # multiple of the time of a checkpoint that is spent on training before the next
+GAP_DECAY = 0.9  # weight of the earlier gaps in the usual one
+WEIGHT_COPIES_PER_CHECKPOINT = 3  # the weights, and at most two states of the optimizer
+MIN_TRAIN_TO_SAVE_RATIO = 20.0  # seconds of training before the next checkpoint per second of saving the last one
 
 
 class RunningClock:
@@ -70,7 +70,7 @@ class RunningClock:
         counted = current - self._last
         if self.usual:
             counted = min(counted, max(self.max_gap, PAUSE * self.usual))
-        self.usual = MEMORY * self.usual + (1 - MEMORY) * counted if self.usual else counted
+        self.usual = GAP_DECAY * self.usual + (1 - GAP_DECAY) * counted if self.usual else counted
         self.elapsed += counted
         self._last = current
         return self.elapsed
@@ -84,6 +84,12 @@ class Batches(Protocol):
     def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
         """Return the batch of one step: [rows, ...]."""
         ...
+
+
+def checkpoint_room(model: nn.Module, checkpoint: Path) -> int:
+    """Return the free bytes that a run needs on disk: for one checkpoint that replaces the last one, or for the first two."""
+    weights = sum(each.numel() * each.element_size() for each in model.parameters() if each.requires_grad)
+    return WEIGHT_COPIES_PER_CHECKPOINT * weights * (1 if checkpoint.exists() else 2)
 
 
 @dataclass
@@ -141,7 +147,7 @@ class Trainer:
             "elapsed": self.clock.elapsed,
             "usual": self.clock.usual,
             "curve": self.curve,
-            "pace": {name: getattr(self.plan, name) for name in PACE},
+            "pace": {name: getattr(self.plan, name) for name in CHANGEABLE_SETTINGS},
         }
         with replaced(self.checkpoint) as unfinished:
             torch.save(state, unfinished)
@@ -160,7 +166,7 @@ class Trainer:
             self.batches.rows_drawn.update(state["rows_drawn"])
             self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
             self.clock = RunningClock(state["elapsed"], self.max_gap, usual=state["usual"])
-            changed = [PACE[name] for name, value in state["pace"].items() if value != getattr(self.plan, name)]
+            changed = [CHANGEABLE_SETTINGS[name] for name, value in state["pace"].items() if value != getattr(self.plan, name)]
         if changed:
             said = "%s: resuming with another %s: the weights will differ from those of a run in one piece"
             logger.warning(said, self.name, " and ".join(changed))
@@ -173,7 +179,8 @@ class Trainer:
         rows = max(1, plan.batch_tokens // seq_len)
         ids = self.batches.batch(self.step, rows, seq_len).to(self.device)
         torch.manual_seed(step_seed(plan.seed, self.step))  # for the model's dropout, also after an interruption
-        parts = self._accumulate(ids.chunk(plan.num_passes(rows, seq_len)), before)
+        per_pass = rows if plan.pass_tokens is None else max(1, plan.pass_tokens // seq_len)
+        parts = self._accumulate(ids.split(per_pass), before)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -205,8 +212,7 @@ class Trainer:
         evaluated = saved = self.clock.elapsed
         seconds_of_save = 0.0
         self.model.train()
-        needed = STATES * sum(each.numel() * each.element_size() for each in self.model.parameters() if each.requires_grad)
-        check_room(self.folder, needed if self.checkpoint.exists() else 2 * needed, "train a smaller model")
+        check_room(self.folder, checkpoint_room(self.model, self.checkpoint), "train a smaller model")
         previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             with exclusive(self.folder), reporting(self.name) as report:
@@ -217,7 +223,7 @@ class Trainer:
                         evaluated = self.clock.elapsed
                     self.curve.append(point)
                     report(self.progress, point)
-                    if self.clock.elapsed - saved > max(self.plan.save_every_s, SAVING * seconds_of_save):
+                    if self.clock.elapsed - saved > max(self.plan.save_every_s, MIN_TRAIN_TO_SAVE_RATIO * seconds_of_save):
                         started = time.monotonic()
                         self.save()
                         seconds_of_save, saved = time.monotonic() - started, self.clock.elapsed
