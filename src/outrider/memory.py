@@ -1,10 +1,11 @@
-"""Memory and CPU cores available to this process, and the size of model weights."""
+"""Memory, disk space and CPU cores available to this process, and the size of model weights."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -151,6 +152,13 @@ def require_memory(needed: int, what: str, advice: str) -> None:
     total = total_memory()
     if total is not None and needed > total:
         raise OutriderError(f"{what} {size(needed)}, but this process has {size(total)} of memory: {advice}")
+
+
+def require_disk(folder: Path, needed: int, what: str, advice: str) -> None:
+    """Raise ``OutriderError`` if the bytes exceed the free space of a folder's disk. ``what``: beginning of the sentence."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OutriderError(f"{what} {size(needed)}, but {folder} has {size(free)} of free disk space: {advice}")
 
 
 def size(num_bytes: float) -> str:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.errors import first_line, is_out_of_memory
-from outrider.files import expanded, is_path, write_whole
+from outrider.files import expanded, is_path, replaced, write_whole
 from outrider.hub import MEDUSA_FILES, fetch
 from outrider.memory import INDEXES, WEIGHT_NAMES, WEIGHT_SUFFIXES, weight_files, weight_map
 from outrider.runner.checkpoint_files import is_finite
@@ -302,24 +302,9 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file atomically. Raises OSError like ``replaced``."""
-    with replaced(file) as unfinished:
+    """Write a safetensors file atomically. Raises OSError like ``named_errors``."""
+    with named_errors(file), replaced(file) as unfinished:
         save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, unfinished, {"format": "pt"})
-
-
-@contextmanager
-def replaced(file: Path) -> Iterator[Path]:
-    """Return the path of a temporary file that replaces ``file`` when the block ends, and is removed if it fails.
-
-    Raises OSError with the file's name for the errors of the libraries' writers, which do not name it.
-    """
-    unfinished = file.with_name(f"{file.name}.partial")
-    try:
-        with named_errors(file):
-            yield unfinished
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 @contextmanager

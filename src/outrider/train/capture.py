@@ -17,10 +17,10 @@ from torch import Tensor
 
 from outrider.heads.checkpoint import save_tensors
 from outrider.heads.feature_head import FeatureHead
-from outrider.memory import size
+from outrider.memory import require_disk, size
 from outrider.progress import Report
 from outrider.runner import ModelRunner
-from outrider.train.claims import check_room, damaged_file_errors, digest, fingerprint, read_or_create_json
+from outrider.train.claims import damaged_file_errors, digest, fingerprint, read_or_create_json
 from outrider.train.text import RowOrder, held_out
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
 
@@ -96,7 +96,7 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
     needed = len(left) * SHARD_ROWS * rows.shape[1] * len(known["layers"]) * runner.hidden_size * 2
     if left:
         logger.info("hidden states of %d rows of %d tokens: %s in %s", *rows.shape, size(needed), folder)
-        check_room(folder, needed, "use less text (--max-tokens)")
+        require_disk(folder, needed, "the hidden states take", "use less text (--max-tokens) or another folder (--work)")
     for start in left:
         file, part = folder / _name(start // SHARD_ROWS), rows[start : start + SHARD_ROWS]
 
