@@ -59,7 +59,7 @@ def _group_files(controller: str, name: str) -> list[Path]:
 
     ``controller``: name of the controller in version 1; empty for version 2.
     """
-    groups = [line.split(":", 2)[1:] for line in _lines(Path("/proc/self/cgroup"))]
+    groups = [line.split(":", 2)[1:] for line in kernel_lines(Path("/proc/self/cgroup"))]
     return [
         GROUPS / controller / str(each).strip("/") / name
         for controllers, path in groups
@@ -189,16 +189,16 @@ def _used_memory(limit_file: Path) -> int:
     used = _least(*(_number(limit_file.with_name(name)) for name in ("memory.current", "memory.usage_in_bytes"))) or 0
     prefix = "" if limit_file.name == "memory.max" else "total_"  # version 1 counts subgroups separately
     cached = {f"{prefix}active_file", f"{prefix}inactive_file"}
-    counts = map(str.split, _lines(limit_file.with_name("memory.stat")))
+    counts = map(str.split, kernel_lines(limit_file.with_name("memory.stat")))
     return used - sum(int(number) for name, number in counts if name in cached)
 
 
 def _meminfo(name: str) -> int | None:
-    lines = _lines(Path("/proc/meminfo"))
+    lines = kernel_lines(Path("/proc/meminfo"))
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)
 
 
-def _lines(file: Path) -> list[str]:
+def kernel_lines(file: Path) -> list[str]:
     """Return the lines of one of the kernel's files; none if this system does not have it."""
     try:
         return file.read_text().splitlines()

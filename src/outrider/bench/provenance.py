@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider import __version__
+from outrider.memory import kernel_lines
 from outrider.native.build import cpu_flags
 from outrider.types import dtype_name
 
@@ -100,12 +101,8 @@ def device_name(device: Any) -> str:
 
 def cpu_name() -> str:
     """Return ``AMD EPYC (2 cores; avx2 avx512f avx512_bf16)``, with the instructions that determine the speed of a pass."""
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
+    names = (line.split(":", 1)[1].strip() for line in kernel_lines(Path("/proc/cpuinfo")) if line.startswith("model name"))
+    name = next(names, platform.processor() or platform.machine())
     flags = cpu_flags().split()
     kinds = " ".join(kind for kind in INSTRUCTIONS if kind in flags)
     return f"{name} ({os.cpu_count()} cores{kinds and '; ' + kinds})"
