@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,7 +13,7 @@ from outrider.audit import certificate
 from outrider.audit.runner import AuditRunner, RoundSetup
 from outrider.audit.same_text import Grid, SameText
 from outrider.audit.sampling import AuditSettings, ReportProgress
-from outrider.bench.provenance import provenance, same_program
+from outrider.bench.provenance import digest, provenance, same_program
 from outrider.engine.config import build_verifiers
 from outrider.engine.llm import LLM
 from outrider.errors import OutriderError
@@ -84,7 +83,7 @@ def plan_of(audited: Audited, grid: Grid) -> dict[str, Any]:
         "prompts": len(grid.prompts),
         "max_tokens": grid.params.max_tokens,
         "settings": audited.sampler,
-        "digest": sha256(json.dumps(grid.prompts).encode()).hexdigest()[:16],
+        "digest": digest(grid.prompts),
         "models": audited.models,
         "program": same_program(audited.llm.runner),
     }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +55,11 @@ def same_program(runner: ModelRunner) -> dict[str, Any]:
     """Return the part of ``provenance`` in which measurements of one document may not differ."""
     found = provenance(runner)
     return {name: found[name] for name in ("version", "commit", "cpu", "device", "dtype", "weights", "threads")}
+
+
+def digest(value: Any) -> str:
+    """Return a fingerprint of data that two runs must have in common, such as the token ids of their prompts."""
+    return sha256(json.dumps(value, default=repr).encode()).hexdigest()[:16]
 
 
 def command() -> str:
