@@ -126,7 +126,7 @@ def _named_files(folder: Path) -> list[Path]:
 
 def weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor by one of ``INDEXES``. Raises ``OutriderError`` if its content is something else."""
-    with errors_as(f"{index} is not a weight index", ValueError, KeyError, TypeError, AttributeError):
+    with errors_as(f"{index} is not a weight index", ValueError, KeyError, TypeError, AttributeError, RecursionError):
         files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
     if not all([isinstance(file, str) for file in files.values()]):
         raise OutriderError(f"{index} is not a weight index: expected the file name of each tensor")

@@ -14,10 +14,12 @@ from tiny_folder import make_folder, make_tokenizer
 from tiny_hybrids import hybrid
 
 from outrider.audit import same_text, sampling, tables
+from outrider.audit.run import earlier_of
 from outrider.bench.workloads import Prompt
 from outrider.cli.audit import encode_prompts
 from outrider.errors import OutriderError
 from outrider.sampling_params import SamplingParams
+from outrider.search.journal import is_finished
 
 Run = Callable[..., "tuple[int, str, str]"]
 QUICK = [
@@ -206,3 +208,11 @@ def test_a_prompt_without_tokens_is_named() -> None:
         encode_prompts(llm, [Prompt("audit", "a"), Prompt("audit", "")], max_tokens=4, longest=2)
     with pytest.raises(OutriderError, match=r"prompt 1 has 97 tokens; with the 8 tokens of .* exceeds the context of 100"):
         encode_prompts(llm, [Prompt("audit", "a" * 97)], max_tokens=4, longest=2)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000], ids=["cut", "list", "nested"])
+def test_a_run_is_not_continued_from_another_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "out.json").write_text(text)
+    with pytest.raises(OutriderError, match="was not written by outrider audit --same-text"):
+        earlier_of(tmp_path / "out.json", {})
+    assert not is_finished(tmp_path / "out.json")

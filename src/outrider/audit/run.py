@@ -95,7 +95,7 @@ def earlier_of(file: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         differing = [name for name, value in json.loads(json.dumps(plan)).items() if found["grid"].get(name) != value]
         found |= {"cells": list(found["cells"]), "seconds": float(found["seconds"])}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise OutriderError(f"{file} was not written by outrider audit --same-text") from None
     if differing:
         raise OutriderError(f"{file} was made with other {', '.join(differing)}: use the same options or another --out")

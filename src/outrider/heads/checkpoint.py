@@ -155,7 +155,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text())
     except OSError:
         raise OutriderError(f"{folder} is not a head's folder: config.json is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OutriderError(f"{folder}/config.json is not valid JSON: {first_line(error)}") from error
     if not isinstance(config, dict):
         raise OutriderError(f"{folder}/config.json must be an object, got a {type(config).__name__}")
