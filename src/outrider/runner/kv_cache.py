@@ -148,7 +148,7 @@ class KVCache(PassThrough):
         self._kept: dict[int, list[int]] = {}  # row of a finished request -> its tokens, least recently used first
         self.states = StateCache(shape.states, max_drafts, device)
         bytes_per_slot = max(1, shape.floats_per_token * dtype.itemsize)
-        self._state_slots = -(-4 * shape.states.floats_per_row(self.states.slots) // bytes_per_slot)  # a row's states, in slots
+        self._state_slots = -(-self.row_bytes(0) // bytes_per_slot)  # a row's states, in slots
         self._budget = None if budget is None else budget // bytes_per_slot  # slots of all rows
         self._reserved: dict[str, int] = {}  # reserved slots by request
         if self._budget is not None:
@@ -167,6 +167,10 @@ class KVCache(PassThrough):
             # attention never reads unwritten slots
             shapes = self.shape.stores(rows, slots)
             return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+
+    def row_bytes(self, slots: int) -> int:
+        """Return the memory of a row with that many slots, recurrent states included."""
+        return slots * self.shape.floats_per_token * self.dtype.itemsize + 4 * self.shape.states.floats_per_row(self.states.slots)
 
     @property
     def num_rows(self) -> int:
