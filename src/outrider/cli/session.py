@@ -123,7 +123,11 @@ def fitting(
     from outrider.engine.methods import fitting_proposers
 
     speculation = replace(llm.speculation, draft=models.draft)
-    return fitting_proposers(speculation, llm.runner, llm.tokenizer, methods, required)
+    proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods)
+    for method, reason in reasons.items():
+        if method in required:
+            raise OutriderError(f"{method}: {reason}")
+    return proposers, reasons
 
 
 def check_lengths(prompts: Iterable[Sequence[int]], llm: LLM, more: int, reserved: str, where: str = "") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -55,12 +55,10 @@ def fitting_proposers(
     runner: ModelRunner,
     tokenizer: PreTrainedTokenizerBase | None,
     methods: Sequence[str],
-    required: Collection[str] = (),
 ) -> tuple[dict[str, Proposer], dict[str, str]]:
     """Return proposers by method, and the reason for each method that does not fit this target.
 
-    ``speculation.draft`` is used by methods that take a draft and name none themselves. Raises ``OutriderError`` if a
-    ``required`` method does not fit.
+    ``speculation.draft`` is used by methods that take a draft and name none themselves.
     """
     proposers: dict[str, Proposer] = {}
     reasons: dict[str, str] = {}
@@ -69,6 +67,4 @@ def fitting_proposers(
             proposers[method] = build_proposer(replace(speculation, method=method, proposer=None), runner, tokenizer)
         except Exception as misfit:  # for example out of memory; the others may still fit
             reasons[method] = in_one_line(misfit)
-            if method in required:
-                raise OutriderError(f"{method}: {reasons[method]}") from misfit
     return proposers, reasons

@@ -67,9 +67,10 @@ class Track:
         self._has_chances = type(verifier) is RejectionVerifier and not self.is_same_text
         self._plain = self._engine(build_proposer(replace(llm.speculation, method=PLAIN, proposer=None), llm.runner, None))
         speculation = replace(llm.speculation, draft=draft)
-        required = methods if must_fit else ()
-        proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods, required)
+        proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods)
         for method, misfit in reasons.items():
+            if must_fit:
+                raise OutriderError(misfit)
             logger.info("not offered: %s (%s)", method, misfit)
         self._engines = {method: self._engine(proposer) for method, proposer in proposers.items()}
         if not self._engines:
