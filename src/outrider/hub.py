@@ -364,7 +364,9 @@ def _fetched(repo_id: str, names: Sequence[str], num_bytes: int) -> Path:
 
     cache_folder = Path(constants.HF_HUB_CACHE)
     cache_folder.mkdir(parents=True, exist_ok=True)
-    require_disk(cache_folder, num_bytes, f"downloading {repo_id} takes", "delete files, or set HF_HOME to a folder on a larger disk")
+    require_disk(
+        cache_folder, num_bytes, f"downloading {repo_id} takes", "delete files, or set HF_HOME to a folder on a larger disk"
+    )
     with _shown(repo_id, num_bytes):
         return _snapshot(repo_id, names)
 

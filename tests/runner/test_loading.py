@@ -102,7 +102,7 @@ def test_truncated_weights(broken, keep):
         (b"\x0a" + bytes(7) + b'{"a": 1   }', "is not a safetensors file, its header is broken"),
         (b"\x21" + bytes(7) + b'{"a": {"data_offsets": [0, "4"]}}', "is not a safetensors file, its header is broken"),
         (b"\x22" + bytes(7) + b'{"a": {"data_offsets": [0, null]}}', "is not a safetensors file, its header is broken"),
-        (b'\x20\xa1\x07' + bytes(5) + b'{"a":' * 100_000, "is not a safetensors file, its header is broken"),
+        (b"\x20\xa1\x07" + bytes(5) + b'{"a":' * 100_000, "is not a safetensors file, its header is broken"),
     ],
 )
 def test_another_file_as_weights(broken, content, said):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from outrider.heads.checkpoint import TargetSizes, check_ids
