@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -25,6 +26,8 @@ from outrider.proposers.method import MethodSpec, Setting
 from outrider.registry import PROPOSERS
 from outrider.runner import ModelRunner
 from outrider.runner.config import RunnerConfig
+from outrider.runner.kv_cache import CacheShape, KVCache
+from outrider.runner.state_cache import StateKey, StateShape, StateShapes
 from outrider.types import Finding, SamplingParams
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -335,3 +338,11 @@ def test_the_command_examines_foreign_drafts_by_their_default_method(target, tmp
     assert "of the target's 320 tokens" in " ".join(capsys.readouterr().out.split())
     assert main([*given, "--method", "draft"]) == 3
     assert "different vocabularies" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_cache_of_a_request_includes_recurrent_states():
+    states = StateShapes.of({StateKey(0, 0, False): StateShape((1000, 1000))})
+    cpu = torch.device("cpu")
+    cache = KVCache(CacheShape.of({}, states=states), 1, 512, torch.float32, cpu, max_drafts=8)  # 10 states
+    found = doctor._cache_memory(SimpleNamespace(cache=cache, max_len=512, device=cpu))
+    assert found.text.startswith("a request that fills the context of 512 tokens takes 40 MB of cache")

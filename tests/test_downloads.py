@@ -178,7 +178,7 @@ def test_weights_that_exceed_memory_or_disk_are_refused_before_their_download(se
     served.sizes["model-00001-of-00002.safetensors"] = 1 << 58
     with pytest.raises(OutriderError, match=r"the weights of a/sharded take .* of memory: choose a smaller"):
         hub.fetch_weights("a/sharded", growth=1.0)
-    with pytest.raises(OutriderError, match=r"downloading a/sharded takes .* free: free space, or set HF_HOME"):
+    with pytest.raises(OutriderError, match=r"downloading a/sharded takes .* of free disk space: delete files, or set HF_HOME"):
         hub.fetch_weights("a/sharded")
     assert served.sent == ["config.json", "model.safetensors.index.json"]
 

@@ -267,7 +267,7 @@ def _weights_in_memory(runner: ModelRunner) -> Finding:
 
 def _cache_memory(runner: ModelRunner) -> Finding:
     """Report the cache memory of a request that fills the context window."""
-    needed = runner.cache.shape.floats_per_token * runner.max_len * runner.cache.dtype.itemsize
+    needed = runner.cache.row_bytes(runner.max_len)
     free = free_memory()
     text = f"a request that fills the context of {runner.max_len} tokens takes {size(needed)} of cache"
     if free is not None and runner.device.type == "cpu" and needed > free:

@@ -6,6 +6,8 @@ import gzip
 import os
 import re
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -51,9 +53,19 @@ def write_whole(path: Path, text: str) -> None:
     if path.is_symlink() or (path.exists() and not path.is_file()):  # do not replace /dev/null by a file
         path.write_text(text, encoding="utf-8", newline="\n")
         return
-    partly = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with replaced(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8", newline="\n")
+
+
+@contextmanager
+def replaced(file: Path) -> Iterator[Path]:
+    """Return the path of a temporary file that replaces ``file`` when the block ends, and is removed if it fails.
+
+    Its name contains the process id, because several processes may write the same file.
+    """
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
-        partly.write_text(text, encoding="utf-8", newline="\n")
-        partly.replace(path)
+        yield unfinished
+        unfinished.replace(file)
     finally:
-        partly.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)

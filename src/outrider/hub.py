@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -31,6 +30,7 @@ from outrider.memory import (
     indexed_files,
     on_this_machine,
     preferred,
+    require_disk,
     require_memory,
     size,
     stated_file,
@@ -364,12 +364,9 @@ def _fetched(repo_id: str, names: Sequence[str], num_bytes: int) -> Path:
 
     cache_folder = Path(constants.HF_HUB_CACHE)
     cache_folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(cache_folder).free
-    if num_bytes > free:
-        raise OutriderError(
-            f"downloading {repo_id} takes {size(num_bytes)}, but {cache_folder} has {size(free)} free: free space, or set"
-            " HF_HOME to a folder on a larger disk"
-        )
+    require_disk(
+        cache_folder, num_bytes, f"downloading {repo_id} takes", "delete files, or set HF_HOME to a folder on a larger disk"
+    )
     with _shown(repo_id, num_bytes):
         return _snapshot(repo_id, names)
 

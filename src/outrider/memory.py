@@ -1,10 +1,11 @@
-"""Memory and CPU cores available to this process, and the size of model weights."""
+"""Memory, disk space and CPU cores available to this process, and the size of model weights."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -59,7 +60,7 @@ def _group_files(controller: str, name: str) -> list[Path]:
 
     ``controller``: name of the controller in version 1; empty for version 2.
     """
-    groups = [line.split(":", 2)[1:] for line in _lines(Path("/proc/self/cgroup"))]
+    groups = [line.split(":", 2)[1:] for line in kernel_lines(Path("/proc/self/cgroup"))]
     return [
         GROUPS / controller / str(each).strip("/") / name
         for controllers, path in groups
@@ -148,7 +149,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 def weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor by an index. Raises ``OutriderError`` if its content is something else."""
-    with errors_as(f"{index} is not a weight index", ValueError, KeyError, TypeError, AttributeError):
+    with errors_as(f"{index} is not a weight index", ValueError, KeyError, TypeError, AttributeError, RecursionError):
         files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
     if not all([isinstance(file, str) for file in files.values()]):
         raise OutriderError(f"{index} is not a weight index: expected the file name of each tensor")
@@ -165,6 +166,13 @@ def require_memory(needed: int, what: str, advice: str) -> None:
     total = total_memory()
     if total is not None and needed > total:
         raise OutriderError(f"{what} {size(needed)}, but this process has {size(total)} of memory: {advice}")
+
+
+def require_disk(folder: Path, needed: int, what: str, advice: str) -> None:
+    """Raise ``OutriderError`` if the bytes exceed the free space of a folder's disk. ``what``: beginning of the sentence."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OutriderError(f"{what} {size(needed)}, but {folder} has {size(free)} of free disk space: {advice}")
 
 
 def size(num_bytes: float) -> str:
@@ -195,16 +203,16 @@ def _used_memory(limit_file: Path) -> int:
     used = _least(*(_number(limit_file.with_name(name)) for name in ("memory.current", "memory.usage_in_bytes"))) or 0
     prefix = "" if limit_file.name == "memory.max" else "total_"  # version 1 counts subgroups separately
     cached = {f"{prefix}active_file", f"{prefix}inactive_file"}
-    counts = map(str.split, _lines(limit_file.with_name("memory.stat")))
+    counts = map(str.split, kernel_lines(limit_file.with_name("memory.stat")))
     return used - sum(int(number) for name, number in counts if name in cached)
 
 
 def _meminfo(name: str) -> int | None:
-    lines = _lines(Path("/proc/meminfo"))
+    lines = kernel_lines(Path("/proc/meminfo"))
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)
 
 
-def _lines(file: Path) -> list[str]:
+def kernel_lines(file: Path) -> list[str]:
     """Return the lines of one of the kernel's files; none if this system does not have it."""
     try:
         return file.read_text().splitlines()

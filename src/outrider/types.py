@@ -23,6 +23,20 @@ from outrider.sampling_params import SamplingParams as SamplingParams
 IMPOSSIBLE_LOGIT = -1e30
 
 
+def over_vocabulary(logits: Tensor, size: int, ids: Tensor | None = None) -> Tensor:
+    """Expand a draft's logits [..., C] to [..., V] over ``size`` tokens, ``IMPOSSIBLE_LOGIT`` for those that it lacks.
+
+    ``ids`` [C]: the token of each logit; None: the first ones, in order.
+    """
+    if ids is None and logits.shape[-1] >= size:
+        return logits[..., :size]
+    full = logits.new_full((*logits.shape[:-1], size), IMPOSSIBLE_LOGIT)
+    if ids is not None:
+        return full.index_copy_(-1, ids, logits)
+    full[..., : logits.shape[-1]] = logits
+    return full
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype, such as ``"int32"``."""
     return str(dtype).removeprefix("torch.")

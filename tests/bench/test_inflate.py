@@ -227,7 +227,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monk
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("outrider.bench.inflate.shutil.disk_usage", lambda _: SimpleNamespace(free=10**9))
     monkeypatch.setattr("outrider.bench.inflate._write_shards", lambda *_: pytest.fail("weights were written"))
-    message = r"disk space .*: 4\.\d GB needed, 1\.0 GB free in .*cache/inflated: choose a smaller size, .*OUTRIDER_CACHE"
+    message = r"takes 4\.\d GB, but .*cache/inflated has 1\.0 GB of free disk space: choose a smaller size, .*OUTRIDER_CACHE"
     with pytest.raises(OutriderError, match=message):
         inflated(make_folder(tmp_path / "small"), "1b")
     assert not list((tmp_path / "cache" / "inflated").iterdir())

@@ -14,11 +14,13 @@ from tiny_folder import make_folder, make_tokenizer
 from tiny_hybrids import hybrid
 
 from outrider.audit import same_text, sampling, tables
+from outrider.audit.run import earlier_of
 from outrider.bench.workloads import Prompt
 from outrider.cli.audit import encode_prompts, stages
 from outrider.errors import OutriderError
 from outrider.progress import Progress
 from outrider.sampling_params import SamplingParams
+from outrider.search.journal import is_finished
 
 Run = Callable[..., "tuple[int, str, str]"]
 QUICK = [
@@ -221,3 +223,11 @@ def test_the_remaining_time_is_that_of_the_samples_without_the_planning_before(m
     assert told[-1] == Progress(50, 200, 30.0, "draft: as it is")
     say("as it is", 200, 200.0)  # a control took more samples than planned
     assert told[-1] == Progress(250, 250, 0.0, "draft: as it is")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000], ids=["cut", "list", "nested"])
+def test_a_run_is_not_continued_from_another_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "out.json").write_text(text)
+    with pytest.raises(OutriderError, match="was not written by outrider audit --same-text"):
+        earlier_of(tmp_path / "out.json", {})
+    assert not is_finished(tmp_path / "out.json")

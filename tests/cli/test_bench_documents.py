@@ -224,6 +224,20 @@ def test_links_and_devices_are_not_replaced(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link", "pipe"]
 
 
+def test_processes_that_write_the_same_file_at_once_both_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch import ones
+
+    from outrider.files import replaced
+    from outrider.heads.checkpoint import save_tensors
+
+    file = tmp_path / "model.safetensors"
+    with replaced(file) as unfinished:
+        unfinished.write_text("complete")
+        monkeypatch.setattr(os, "getpid", lambda: 0)
+        save_tensors(file, {"a": ones(2)})
+    assert file.read_text() == "complete" and list(tmp_path.iterdir()) == [file]
+
+
 def test_scripts_have_unix_line_ends_on_every_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.files import write_whole
 

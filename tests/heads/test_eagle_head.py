@@ -333,6 +333,7 @@ WRONG = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     "no json": (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
+    "nested json": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "is not valid JSON"),
 }
 
 

@@ -329,9 +329,10 @@ def test_the_quantisation_may_be_stated_beside_the_config(tmp_path):
     stored = {key: module.read() for key, module in loaded(made.folder).named_modules() if isinstance(module, StoredLinear)}
     assert stored.keys() == made.values.keys()
     assert all(torch.equal(weight.dequantize(), made.values[key]) for key, weight in stored.items())
-    (made.folder / "hf_quant_config.json").write_text('{"quantization": 4}')
-    with pytest.raises(OutriderError, match=r"cannot read the quantisation that .*hf_quant_config\.json states"):
-        loading.load_config(made.folder)
+    for text in ('{"quantization": 4}', "[" * 100_000):
+        (made.folder / "hf_quant_config.json").write_text(text)
+        with pytest.raises(OutriderError, match=r"cannot read the quantisation that .*hf_quant_config\.json states"):
+            loading.load_config(made.folder)
 
 
 @pytest.mark.parametrize("name", ["fp8-qwen", "fp8-channel"])

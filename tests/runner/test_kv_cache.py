@@ -11,6 +11,7 @@ from outrider.runner.kv_cache import CacheShape, KVCache, LayerShape
 from outrider.runner.layouts import shared_chunk
 from outrider.runner.loading import cache_argument
 from outrider.runner.longrope import LongTexts
+from outrider.runner.state_cache import StateKey, StateShape, StateShapes
 from outrider.runner.survey import survey_without_weights
 from outrider.types import Context, OutriderError
 
@@ -243,6 +244,15 @@ def test_cache_memory_grows_and_shrinks_with_use():
     cache.row("a")
     cache.reserve(10)
     assert [store.shape for store in cache.stores] == [(2, 1, 2, 256, 3), (2, 1, 2, 256, 5)]
+
+
+def test_the_memory_of_a_row_includes_its_recurrent_states():
+    states = StateShapes.of({StateKey(0, 0, False): StateShape((4,)), StateKey(0, 0, True): StateShape((3,), 4)})
+    shape = CacheShape.of({1: LayerShape(2, 3, 5)}, states=states)
+    cache = KVCache(shape, 1, 1000, torch.float16, torch.device("cpu"))
+    cache.row("a")
+    cache.reserve(10)
+    assert cache.row_bytes(cache.capacity) == sum(tensor.nbytes for tensor in cache.tensors)
 
 
 def test_the_memory_limit_of_the_target_does_not_shorten_the_drafts_context():

@@ -63,8 +63,9 @@ def test_a_file_instead_of_a_folder(folder):
 
 
 def test_a_config_with_invalid_json_or_an_unknown_type(broken):
-    (broken / "config.json").write_text("{")
-    assert "cannot read the config" in refusal(broken)
+    for text in ("{", "[" * 100_000):
+        (broken / "config.json").write_text(text)
+        assert "config.json is not JSON" in refusal(broken)
     (broken / "config.json").write_text('{"model_type": "no_such_type"}')
     assert "no_such_type" in refusal(broken)
 
@@ -117,6 +118,7 @@ def test_truncated_weights(broken, keep):
         (b"\x0a" + bytes(7) + b'{"a": 1   }', "is not a safetensors file, its header is broken"),
         (b"\x21" + bytes(7) + b'{"a": {"data_offsets": [0, "4"]}}', "is not a safetensors file, its header is broken"),
         (b"\x22" + bytes(7) + b'{"a": {"data_offsets": [0, null]}}', "is not a safetensors file, its header is broken"),
+        (b"\x20\xa1\x07" + bytes(5) + b'{"a":' * 100_000, "is not a safetensors file, its header is broken"),
     ],
 )
 def test_another_file_as_weights(broken, content, said):
@@ -124,9 +126,10 @@ def test_another_file_as_weights(broken, content, said):
     assert refusal(broken).startswith(f"{broken / 'model.safetensors'} {said}")
 
 
-def test_a_broken_index_of_shards(broken):
+@pytest.mark.parametrize("text", ['{"weight_map": ', "[" * 100_000], ids=["cut", "nested"])
+def test_a_broken_index_of_shards(broken, text):
     (broken / "model.safetensors").rename(broken / "model-00001-of-00001.safetensors")
-    (broken / "model.safetensors.index.json").write_text('{"weight_map": ')
+    (broken / "model.safetensors.index.json").write_text(text)
     assert refusal(broken).startswith(f"{broken / 'model.safetensors.index.json'} is not a weight index: ")
 
 

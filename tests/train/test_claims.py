@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from outrider.heads.checkpoint import save_tensors
 from outrider.runner.checkpoint_files import is_finite
-from outrider.train.claims import check_or_record_identity, damaged_file_errors, read_or_create_json
+from outrider.train.claims import check_or_record_identity, damaged_file_errors, exclusive, read_or_create_json
 from outrider.types import OutriderError
 
 
@@ -38,3 +38,9 @@ def test_large_finite_numbers_are_finite() -> None:
     assert is_finite(torch.full((4,), 3e38)) and is_finite(torch.ones(3, dtype=torch.int8))
     for value in (float("nan"), float("inf")):
         assert not is_finite(torch.tensor([1.0, value]))
+
+
+def test_unfinished_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.pt.7.part").write_text("begun")
+    with exclusive(tmp_path):
+        assert not list(tmp_path.glob("*.part"))

@@ -760,7 +760,7 @@ def test_a_second_process_does_not_write_the_same_text_and_features(runner, rows
 def test_a_run_without_room_leaves_the_signal_handlers(runner, cache, tmp_path, monkeypatch):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
-    with pytest.raises(OutriderError, match="not enough disk space"):
+    with pytest.raises(OutriderError, match="of free disk space"):
         run_of("medusa", runner, cache, tmp_path).run()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 

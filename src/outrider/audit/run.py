@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,7 +13,7 @@ from outrider.audit import certificate
 from outrider.audit.runner import AuditRunner, RoundSetup
 from outrider.audit.same_text import Grid, SameText
 from outrider.audit.sampling import AuditSettings, ReportProgress
-from outrider.bench.provenance import provenance, same_program
+from outrider.bench.provenance import digest, provenance, same_program
 from outrider.engine.config import build_verifiers
 from outrider.engine.llm import LLM
 from outrider.errors import OutriderError
@@ -84,7 +83,7 @@ def plan_of(audited: Audited, grid: Grid) -> dict[str, Any]:
         "prompts": len(grid.prompts),
         "max_tokens": grid.params.max_tokens,
         "settings": audited.sampler,
-        "digest": sha256(json.dumps(grid.prompts).encode()).hexdigest()[:16],
+        "digest": digest(grid.prompts),
         "models": audited.models,
         "program": same_program(audited.llm.runner),
     }
@@ -96,7 +95,7 @@ def earlier_of(file: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         differing = [name for name, value in json.loads(json.dumps(plan)).items() if found["grid"].get(name) != value]
         found |= {"cells": list(found["cells"]), "seconds": float(found["seconds"])}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise OutriderError(f"{file} was not written by outrider audit --same-text") from None
     if differing:
         raise OutriderError(f"{file} was made with other {', '.join(differing)}: use the same options or another --out")

@@ -5,9 +5,7 @@ docs/bench.md defines each key.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,7 @@ from outrider.bench.contenders import Contender
 from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
 from outrider.bench.loops import ends_in_loop, loop_share, loop_start
 from outrider.bench.measure import Run
-from outrider.bench.provenance import provenance
+from outrider.bench.provenance import digest, provenance
 from outrider.bench.statistics import Timings, percentiles, speed_interval, speedup_interval
 from outrider.engine.stats import PHASES
 
@@ -37,15 +35,10 @@ def document(
         "max_tokens": plan.max_tokens,
         "repeat": plan.repeat,
         "seed": plan.seed,
-        "prompt_digests": {name: _digest(prompts) for name, prompts in plan.workloads.items()},
+        "prompt_digests": {name: digest(prompts) for name, prompts in plan.workloads.items()},
         "definitions": "docs/bench.md",
         "cells": cells(groups, bool(extra.get("same_text_mode"))),
     }
-
-
-def _digest(prompts: Sequence[list[int]]) -> str:
-    """Return a digest of the token ids of a workload's prompts."""
-    return sha256(json.dumps(prompts).encode()).hexdigest()[:16]
 
 
 def cells(groups: Sequence[Group], same_text_when_sampled: bool = False) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
 from outrider.files import not_a_model_folder
 from outrider.heads.checkpoint import read_config, read_folder
+from outrider.memory import require_disk
 from outrider.memory import size as shown
 from outrider.progress import reporting
 from outrider.types import OutriderError
@@ -93,13 +94,10 @@ def inflate(
         config = {**config, "max_position_embeddings": context}
     with new_folder(out) as part:
         part.mkdir(parents=True)
-        total, free = count_params(config, large), shutil.disk_usage(part).free
+        total = count_params(config, large)
         needed = round(1.02 * total * dtype.itemsize)  # 2% for the tokenizer and the file system
-        if needed > free:
-            raise OutriderError(
-                f"not enough disk space for the inflated model: {shown(needed)} needed, {shown(free)} free in {out.parent}:"
-                " choose a smaller size, or a folder on another disk (OUTRIDER_CACHE, unless you named one)"
-            )
+        advice = "choose a smaller size, or a folder on another disk (OUTRIDER_CACHE, unless you named one)"
+        require_disk(out.parent, needed, "the inflated model takes", advice)
         logger.info("writing the inflated model to %s: %s", out, shown(needed))
         _copy_tokenizer(source, part)
         written = _write_shards(inflater.tensors(weights), part, total)

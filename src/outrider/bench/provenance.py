@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider import __version__
+from outrider.memory import kernel_lines
 from outrider.native.build import cpu_flags
 from outrider.types import dtype_name
 
@@ -52,6 +55,11 @@ def same_program(runner: ModelRunner) -> dict[str, Any]:
     """Return the part of ``provenance`` in which measurements of one document may not differ."""
     found = provenance(runner)
     return {name: found[name] for name in ("version", "commit", "cpu", "device", "dtype", "weights", "threads")}
+
+
+def digest(value: Any) -> str:
+    """Return a fingerprint of data that two runs must have in common, such as the token ids of their prompts."""
+    return sha256(json.dumps(value, default=repr).encode()).hexdigest()[:16]
 
 
 def command() -> str:
@@ -100,12 +108,8 @@ def device_name(device: Any) -> str:
 
 def cpu_name() -> str:
     """Return ``AMD EPYC (2 cores; avx2 avx512f avx512_bf16)``, with the instructions that determine the speed of a pass."""
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
+    names = (line.split(":", 1)[1].strip() for line in kernel_lines(Path("/proc/cpuinfo")) if line.startswith("model name"))
+    name = next(names, platform.processor() or platform.machine())
     flags = cpu_flags().split()
     kinds = " ".join(kind for kind in INSTRUCTIONS if kind in flags)
     return f"{name} ({os.cpu_count()} cores{kinds and '; ' + kinds})"

@@ -223,9 +223,7 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
 
 def texts_in_memory(llm: LLM, num_tokens: int) -> int:
     """Return how many sequences of that length fit into ``MEMORY``, at least 2. Cache rows start at 256 slots and double."""
-    cache = llm.runner.cache
-    states = 4 * cache.shape.states.floats_per_row(cache.states.slots)
-    return max(2, MEMORY // (states + cache.shape.floats_per_token * cache.dtype.itemsize * max(256, 2 * num_tokens)))
+    return max(2, MEMORY // llm.runner.cache.row_bytes(max(256, 2 * num_tokens)))
 
 
 def settings_of(params: SamplingParams) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -239,10 +238,7 @@ def fingerprint(
     models: ModelOptions, options: SearchOptions, space: SearchSpace, texts: Sequence[RecordedPrompt], runner: ModelRunner
 ) -> dict[str, Any]:
     """Return all inputs that the results depend on."""
-    from outrider.bench.provenance import same_program
-
-    def digest(value: object) -> str:
-        return sha256(repr(value).encode()).hexdigest()[:16]
+    from outrider.bench.provenance import digest, same_program
 
     return {
         "models": asdict(models),

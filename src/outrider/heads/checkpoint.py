@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.errors import first_line, is_out_of_memory
-from outrider.files import expanded, is_path, write_whole
+from outrider.files import expanded, is_path, replaced, write_whole
 from outrider.hub import fetch
 from outrider.memory import (
     INDEX_SUFFIX,
@@ -166,7 +166,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text())
     except OSError:
         raise OutriderError(f"{folder} is not a head's folder: config.json is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OutriderError(f"{folder}/config.json is not valid JSON: {first_line(error)}") from error
     if not isinstance(config, dict):
         raise OutriderError(f"{folder}/config.json must be an object, got a {type(config).__name__}")
@@ -311,24 +311,9 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file atomically. Raises OSError like ``replaced``."""
-    with replaced(file) as unfinished:
+    """Write a safetensors file atomically. Raises OSError like ``named_errors``."""
+    with named_errors(file), replaced(file) as unfinished:
         save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, unfinished, {"format": "pt"})
-
-
-@contextmanager
-def replaced(file: Path) -> Iterator[Path]:
-    """Return the path of a temporary file that replaces ``file`` when the block ends, and is removed if it fails.
-
-    Raises OSError with the file's name for the errors of the libraries' writers, which do not name it.
-    """
-    unfinished = file.with_name(f"{file.name}.partial")
-    try:
-        with named_errors(file):
-            yield unfinished
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -8,14 +8,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from outrider.heads.checkpoint import TargetSizes, check_ids
 from outrider.heads.own_logits import Postprocess
 from outrider.runner.kv_cache import CacheShape
-from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
+from outrider.types import OutriderError, over_vocabulary
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines
 
@@ -45,7 +43,6 @@ class FeatureHead(nn.Module):
         # Embedding and output head of the target, in a list, so that they are not registered as modules of the head.
         self.target_modules: list[nn.Module] = []
         self._postprocess: Postprocess | None = None
-        self._columns = torch.empty(0, dtype=torch.long)  # [V] column of the padded logits per target token
 
     def check_fit(self, target: TargetSizes) -> None:
         """Raise ``OutriderError`` for a head whose sizes do not fit this target."""
@@ -84,17 +81,7 @@ class FeatureHead(nn.Module):
 
     def to_target_vocabulary(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Expand [..., Vd] to float32 [..., V] over the target's vocabulary, ``IMPOSSIBLE_LOGIT`` for tokens the head lacks."""
-        logits = logits.float()
-        ids = self.draft_ids
-        if ids is None and logits.shape[-1] >= vocab_size:
-            return logits[..., :vocab_size]
-        if ids is None:
-            return functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=IMPOSSIBLE_LOGIT)
-        if self._columns.shape[0] != vocab_size or self._columns.device != logits.device:
-            self._columns = torch.full((vocab_size,), logits.shape[-1], device=logits.device)
-            self._columns[ids] = torch.arange(len(ids), device=logits.device)
-        padded = functional.pad(logits, (0, 1), value=IMPOSSIBLE_LOGIT)  # the last column is for tokens that the head lacks
-        return padded.gather(-1, self._columns.expand(*logits.shape[:-1], -1))
+        return over_vocabulary(logits.float(), vocab_size, self.draft_ids)
 
     def check_vocabulary(self, vocab_size: int, target: TargetSizes) -> None:
         """Raise ``OutriderError`` if the head was made for a vocabulary of another size than the target's."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from outrider.heads.checkpoint import HeadFiles, TargetSizes, check_ids, measured, read_config, write_folder
-from outrider.types import IMPOSSIBLE_LOGIT, OutriderError, dtype_name
+from outrider.types import OutriderError, dtype_name, over_vocabulary
 
 Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: probability that the candidate of that rank is the target's token
 
@@ -73,10 +73,7 @@ class MedusaHeads(nn.Module):
 
     def to_target_vocabulary(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Expand [..., V'] to float32 [..., V] over the target's vocabulary, ``IMPOSSIBLE_LOGIT`` for tokens the heads lack."""
-        if self.token_map is None:
-            return logits.float()
-        full = logits.new_full((*logits.shape[:-1], vocab_size), IMPOSSIBLE_LOGIT, dtype=torch.float32)
-        return full.index_copy_(-1, self.token_map, logits.float())
+        return over_vocabulary(logits.float(), vocab_size, self.token_map)
 
     def candidates(self, hidden: Tensor, num_heads: int, count: int) -> Tensor:
         """Return the ``count`` most likely tokens of each head for hidden states [B, H]: int64 [B, heads, count]."""

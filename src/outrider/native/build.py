@@ -21,7 +21,7 @@ from time import monotonic, sleep
 from typing import IO
 
 from outrider import disk_cache, progress
-from outrider.memory import num_cores
+from outrider.memory import kernel_lines, num_cores
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +145,5 @@ def _exit() -> None:
 
 def cpu_flags() -> str:
     """Return the CPU features that ``NATIVE`` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    lines = kernel_lines(Path("/proc/cpuinfo"))
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "" if lines else platform.processor())

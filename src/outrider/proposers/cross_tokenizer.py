@@ -32,7 +32,7 @@ from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.runner.tokenizers import Spelling
-from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, SamplingParams, Verdict
+from outrider.types import Context, Finding, OutriderError, Proposal, SamplingParams, Verdict, over_vocabulary
 
 FEW_SHARED = 0.5  # share of common tokens in a text; below it, sampled requests have few drafts
 WINDOW = 32  # target tokens at the end of a sequence whose translation may still change
@@ -84,9 +84,7 @@ class CrossTokenizerProposer(DraftModelProposer):
 
     def to_target_vocab(self, logits: Tensor) -> Tensor:
         """TLI: drop the draft's other tokens and mask the target's other tokens; the sampler renormalises the common ones."""
-        full = logits.new_full((*logits.shape[:2], self._vocab_size), IMPOSSIBLE_LOGIT)
-        full[:, :, self._target_ids] = logits[:, :, self._draft_ids]
-        return full
+        return over_vocabulary(logits[:, :, self._draft_ids], self._vocab_size, self._target_ids)
 
     def to_draft_vocab(self, token_ids: Tensor) -> Tensor:
         return self._to_draft[token_ids]

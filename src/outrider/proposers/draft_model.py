@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.heads.checkpoint import MODEL, kind_of, read_folder
@@ -30,7 +29,7 @@ from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_
 from outrider.runner.quantized import packed_bytes, round_weights
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_files, check_same_vocabulary, has_tokenizer, load_tokenizer
-from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict
+from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict, over_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +117,7 @@ class DraftModelProposer(Proposer):
 
     def to_target_vocab(self, logits: Tensor) -> Tensor:
         """Map draft logits [A, 1, Vd] to logits of target tokens [A, 1, V]."""
-        missing = self._vocab_size - logits.shape[2]
-        if missing > 0:
-            return functional.pad(logits, (0, missing), value=IMPOSSIBLE_LOGIT)
-        return logits[:, :, : self._vocab_size]
+        return over_vocabulary(logits, self._vocab_size)
 
     def to_draft_vocab(self, token_ids: Tensor) -> Tensor:
         """Map target tokens [A, 1] to draft ids as ``_clamped`` does: a mask may allow only tokens that the draft lacks."""

@@ -64,7 +64,7 @@ def _check_whole(file: Path) -> None:
             needed = 8 + length + max(ends, default=0)
     except OSError as error:
         raise OutriderError(f"cannot read {file}: {first_line(error)}") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise OutriderError(f"{file} is not a safetensors file, its header is broken: {AGAIN}") from error
     if needed > total:
         raise OutriderError(f"{file} is incomplete, it has {total:,} of at least {needed:,} bytes: {AGAIN}")
@@ -93,7 +93,7 @@ def check_config_file(path: Path) -> None:
         config = json.loads(path.read_bytes())
     except OSError as error:
         raise OutriderError(f"cannot read the config of {path.parent}: {first_line(error)}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OutriderError(f"cannot read the config of {path.parent}: config.json is not JSON: {first_line(error)}") from error
     text = config.get("text_config") if isinstance(config, dict) else None
     for name, part in (("config.json", config), ("text_config", {} if text is None else text)):

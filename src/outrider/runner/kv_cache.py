@@ -148,7 +148,7 @@ class KVCache(PassThrough):
         self._kept: dict[int, list[int]] = {}  # row of a finished request -> its tokens, least recently used first
         self.states = StateCache(shape.states, max_drafts, device)
         bytes_per_slot = max(1, shape.floats_per_token * dtype.itemsize)
-        self._state_slots = -(-4 * shape.states.floats_per_row(self.states.slots) // bytes_per_slot)  # a row's states, in slots
+        self._state_slots = -(-self.row_bytes(0) // bytes_per_slot)  # a row's states, in slots
         self._budget = None if budget is None else budget // bytes_per_slot  # slots of all rows
         self._reserved: dict[str, int] = {}  # reserved slots by request
         if self._budget is not None:
@@ -167,6 +167,12 @@ class KVCache(PassThrough):
             # attention never reads unwritten slots
             shapes = self.shape.stores(rows, slots)
             return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+
+    def row_bytes(self, slots: int) -> int:
+        """Return the memory of a row with that many slots, recurrent states included."""
+        return slots * self.shape.floats_per_token * self.dtype.itemsize + 4 * self.shape.states.floats_per_row(
+            self.states.slots
+        )
 
     @property
     def num_rows(self) -> int:
@@ -310,20 +316,13 @@ class KVCache(PassThrough):
 
     def _compact(self, slots: int) -> None:
         """Shrink to the rows of running requests with the given slots; drop everything kept."""
-        lens, moved, slots = self.cached_lens, list(self._row_of.items()), min(slots, self.capacity)
-        stores = self._allocate(len(moved), slots)
-        for row, (_, source) in enumerate(moved):
-            used = lens[source]
-            for new, old in zip(stores, self.stores, strict=True):
-                new[:, row, :, :used] = old[:, source, :, :used]
-        self.states.keep_rows([source for _, source in moved])
-        self.stores, self.capacity = stores, slots
-        self._row_of = {name: row for row, (name, _) in enumerate(moved)}
-        self.cached_lens = [lens[source] for _, source in moved]
+        sources = list(self._row_of.values())
+        self._reallocate(sources, min(slots, self.capacity), num_drafted=0)
+        self._row_of = {name: row for row, name in enumerate(self._row_of)}
         self._kept.clear()
         self._free.clear()
         if self.on_compact is not None:
-            self.on_compact([source for _, source in moved])
+            self.on_compact(sources)
 
     def cached_len(self, request_id: str) -> int:
         row = self._row_of.get(request_id)
@@ -340,7 +339,7 @@ class KVCache(PassThrough):
         if self._budget is not None:
             wanted = min(wanted, self._budget // max(self.num_rows, 1) - self._state_slots)
         # Beyond the budget (drafts have no reservations) it grows in small steps, but not with every token.
-        self._resize(self.num_rows, wanted if wanted >= slots else slots + SLACK, num_drafted)
+        self._reallocate(range(self.num_rows), wanted if wanted >= slots else slots + SLACK, num_drafted)
 
     def _grow_rows(self) -> bool:
         """Add rows. Return False at the maximum."""
@@ -351,21 +350,21 @@ class KVCache(PassThrough):
             rows = min(rows, max(most, len(self._row_of) + 1))
         if rows <= have:
             return False
-        self._resize(rows, self.capacity)
+        self._reallocate([*range(have), *[None] * (rows - have)], self.capacity)
         self._free.extend(reversed(range(have, rows)))
-        self.cached_lens.extend([0] * (rows - have))
         return True
 
-    def _resize(self, rows: int, slots: int, num_drafted: int = 2 * SLACK) -> None:
-        """Allocate all stores, or none if memory runs out."""
-        stores = self._allocate(rows, slots)
-        for new, old in zip(stores, self.stores, strict=True):
-            for row in [*self._row_of.values(), *self._kept]:
-                used = min(self.cached_lens[row] + num_drafted, old.shape[3])
-                if row < old.shape[1] and used:
-                    new[:, row, :, :used] = old[:, row, :, :used]
-        if rows != self.num_rows:
-            self.states.keep_rows([row if row < self.num_rows else None for row in range(rows)])
+    def _reallocate(self, sources: Sequence[int | None], slots: int, num_drafted: int = 2 * SLACK) -> None:
+        """Allocate all stores, or none if memory runs out: row i becomes the former row ``sources[i]``, or empty if None."""
+        stores, in_use = self._allocate(len(sources), slots), {*self._row_of.values(), *self._kept}
+        for row, source in enumerate(sources):
+            if source is not None and source in in_use:
+                used = min(self.cached_lens[source] + num_drafted, self.capacity)
+                for new, old in zip(stores, self.stores, strict=True):
+                    new[:, row, :, :used] = old[:, source, :, :used]
+        if [*sources] != [*range(self.num_rows)]:
+            self.states.keep_rows(sources)
+        self.cached_lens[:] = [0 if source is None else self.cached_lens[source] for source in sources]  # passes hold the list
         self.stores, self.capacity = stores, slots
 
     # -- commit -------------------------------------------------------------------------------------------------------------

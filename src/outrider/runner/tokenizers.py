@@ -148,7 +148,7 @@ def check_merges(folder: Path) -> None:
         prefix, merges = model.get("continuing_subword_prefix"), model.get("merges") or []
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
         broken = next((pair for pair in pairs if prefix and not str(pair[-1]).startswith(prefix)), None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):  # reported when the tokenizer is loaded
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # reported when it is loaded
         return
     if broken is not None:
         raise OutriderError(f"{file}: the merge {broken} must continue with the continuing_subword_prefix {prefix!r}")
@@ -162,7 +162,7 @@ def tokenizer_problem(folder: Path, error: BaseException) -> str:
             continue
         try:
             json.loads((folder / name).read_bytes())
-        except ValueError as broken:
+        except (ValueError, RecursionError) as broken:
             return f"{name} is not JSON: {first_line(broken)}"
     if not present:
         files = f"{', '.join(TOKENIZER_FILES[:-1])} or {TOKENIZER_FILES[-1]}"

@@ -25,7 +25,7 @@ def is_finished(path: Path) -> bool:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return bool(document["schema"] == SCHEMA and "result" in document)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from outrider.heads.checkpoint import save_tensors
 from outrider.heads.feature_head import FeatureHead
-from outrider.memory import size
+from outrider.memory import require_disk, size
 from outrider.progress import Report
 from outrider.runner import ModelRunner
-from outrider.train.claims import check_room, damaged_file_errors, digest, fingerprint, read_or_create_json
+from outrider.train.claims import damaged_file_errors, digest, fingerprint, read_or_create_json
 from outrider.train.text import RowOrder, held_out
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
 
@@ -116,7 +116,7 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
     if left:
         needed = missing_bytes(folder, rows, len(known["layers"]), runner.hidden_size)
         logger.info("hidden states of %d rows of %d tokens: %s in %s", *rows.shape, size(needed), folder)
-        check_room(folder, needed, "use less text (--max-tokens)")
+        require_disk(folder, needed, "the hidden states take", "use less text (--max-tokens) or another folder (--work)")
     for start, file in left.items():
         part = rows[start : start + shard_rows(rows.shape[1])]
 

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,6 @@ from transformers import PreTrainedModel
 
 from outrider.errors import first_line, is_out_of_memory
 from outrider.files import write_whole
-from outrider.memory import size
 from outrider.runner.forward import nameless_config
 from outrider.types import OutriderError
 
@@ -62,14 +60,6 @@ def read_or_create_json(path: Path, make: Callable[[], dict[str, Any]]) -> dict[
     return found
 
 
-def check_room(folder: Path, needed: int, advice: str) -> None:
-    """Raise ``OutriderError`` if a folder's disk has less free space than this number of bytes."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        problem = f"not enough disk space in {folder}: {size(needed)} needed, {size(free)} free"
-        raise OutriderError(f"{problem}: {advice} or another folder (--work)")
-
-
 @contextmanager
 def advise_to_resume() -> Iterator[None]:
     """Context manager: when interrupted, tell the user how to resume."""
@@ -89,6 +79,8 @@ def exclusive(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OutriderError(f"another run is writing to {folder}: wait for it, or give another --out and --work") from None
+        for leftover in folder.glob("*.part"):  # of a run that was killed
+            leftover.unlink(missing_ok=True)
         yield
 
 

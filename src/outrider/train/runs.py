@@ -21,13 +21,14 @@ from outrider.heads import block_formats, eagle_formats, mtp_formats
 from outrider.heads import medusa as medusa_heads
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.feature_head import RolloutHead
+from outrider.memory import require_disk
 from outrider.progress import reporting
 from outrider.runner import ModelRunner, RunnerConfig, loading
 from outrider.runner.linear import structural_copy
 from outrider.train import plots, shapes
 from outrider.train.block_loss import BlockLoss, by_draft
 from outrider.train.capture import FeatureCache, capture, check_captured, missing_bytes
-from outrider.train.claims import advise_to_resume, check_or_record_identity, check_room, digest, exclusive, fingerprint
+from outrider.train.claims import advise_to_resume, check_or_record_identity, digest, exclusive, fingerprint
 from outrider.train.medusa import MedusaLoss
 from outrider.train.options import MEASURED, NEW_RATES, BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
 from outrider.train.plan import SEED, TrainingPlan
@@ -124,7 +125,8 @@ class Workspace:
         width = int(loading.text_config(self.model).hidden_size)
         needed = missing_bytes(self.work / "features", self.text_rows(), len(set(layers)), width)
         needed += 0 if model is None else checkpoint_room(model, self.work / name / "checkpoint.pt")
-        check_room(self.work, needed, "use less text (--max-tokens), a smaller model")
+        advice = "use less text (--max-tokens), a smaller model or another folder (--work)"
+        require_disk(self.work, needed, "hidden states and checkpoints take", advice)
 
     def text_rows(self) -> Tensor:
         """Return rows of tokens [R, S] of the text, before regeneration."""

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from outrider.files import write_whole
-from outrider.heads.checkpoint import replaced
+from outrider.files import replaced, write_whole
+from outrider.heads.checkpoint import named_errors
+from outrider.memory import require_disk
 from outrider.progress import reporting
 from outrider.train import optim
-from outrider.train.claims import advise_to_resume, check_room, damaged_file_errors, exclusive
+from outrider.train.claims import advise_to_resume, damaged_file_errors, exclusive
 from outrider.train.plan import TrainingPlan, step_seed
 from outrider.train.precision import run_dtype
 from outrider.types import OutriderError
@@ -149,7 +150,7 @@ class Trainer:
             "curve": self.curve,
             "pace": {name: getattr(self.plan, name) for name in CHANGEABLE_SETTINGS},
         }
-        with replaced(self.checkpoint) as unfinished:
+        with named_errors(self.checkpoint), replaced(self.checkpoint) as unfinished:
             torch.save(state, unfinished)
         write_whole(self.folder / "curve.json", json.dumps(self.curve))
 
@@ -212,7 +213,8 @@ class Trainer:
         evaluated = saved = self.clock.elapsed
         seconds_of_save = 0.0
         self.model.train()
-        check_room(self.folder, checkpoint_room(self.model, self.checkpoint), "train a smaller model")
+        room = checkpoint_room(self.model, self.checkpoint)
+        require_disk(self.folder, room, "the checkpoints take", "train a smaller model or give another folder (--work)")
         previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             with exclusive(self.folder), reporting(self.name) as report:

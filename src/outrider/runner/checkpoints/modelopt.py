@@ -52,6 +52,7 @@ def quantization_file_of(folder: Path) -> dict[str, Any] | None:
     file = folder / FILE
     if not file.is_file():
         return None
-    with errors_as(f"cannot read the quantisation that {file} states", OSError, ValueError, KeyError, TypeError):
+    kinds = (OSError, ValueError, KeyError, TypeError, RecursionError)
+    with errors_as(f"cannot read the quantisation that {file} states", *kinds):
         stated = dict(json.loads(file.read_bytes())["quantization"])
     return {"quant_method": "modelopt", **stated} if stated.get("quant_algo") else None
