@@ -19,6 +19,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from outrider import LLM, doctor
 from outrider.doctor import Patient, check_up
+from outrider.memory import weight_bytes
 from outrider.proposers import early_exit
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodSpec, Setting
@@ -151,6 +152,17 @@ def test_weights_larger_than_memory_are_reported_before_loading(target, monkeypa
     monkeypatch.setattr(doctor, "free_memory", lambda: 1000)
     found = examined(target, draft=target)
     assert [finding.level for finding in found.findings] == ["wrong"] and found.findings[0].topic == "memory"
+
+
+def test_quantised_weights_are_counted_as_they_are_in_memory(target, monkeypatch):
+    free = 4 * weight_bytes(target)
+    monkeypatch.setattr(doctor, "free_memory", lambda: free)
+    assert level_of(examined(target, "ngram"), "memory") == "ok"
+    monkeypatch.setattr(doctor, "growth_of", lambda *_: 4)  # as of FP8 without kernels
+    assert level_of(examined(target, "ngram"), "memory") == "wrong"
+    monkeypatch.setattr(doctor, "free_memory", lambda: 1000)
+    packed = check_up(Patient(str(target), "ngram", {**OPTIONS, "weights": "int4"}, SHORT))
+    assert level_of(packed, "memory") is None and packed.acceptance is not None
 
 
 def test_the_targets_own_methods_are_examined_by_their_own_checks(target):
@@ -328,3 +340,13 @@ def test_the_command_examines_foreign_drafts_by_their_default_method(target, tmp
     assert "of the target's 320 tokens" in " ".join(capsys.readouterr().out.split())
     assert main([*given, "--method", "draft"]) == 3
     assert "different vocabularies" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_head_of_another_vocabulary_is_no_foreign_draft(target, tmp_path, capsys):
+    from outrider.cli import main
+
+    write_eagle3(tmp_path, 300, 300)
+    assert main(["doctor", "--target", str(target), "--draft", str(tmp_path), "--compile", "never", "--max-tokens", "12"]) == 3
+    out = " ".join(capsys.readouterr().out.split())
+    assert "WRONG vocabulary made for a vocabulary of 300 tokens, but the target has 320" in out
+    assert "cross-tokenizer" not in out

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.measure import Run, generate
 from outrider.bench.workloads import builtin, encode
@@ -21,7 +23,8 @@ from outrider.memory import free_memory, size, weight_bytes
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import Setting
 from outrider.registry import PLAIN, PROPOSERS
-from outrider.runner.loading import num_experts, text_config
+from outrider.runner.loading import growth_of, load_config, model_class, num_experts, text_config
+from outrider.runner.rounding import choose_reader
 from outrider.types import Finding, OutriderError, SamplingParams
 
 if TYPE_CHECKING:
@@ -124,7 +127,7 @@ def check_up(patient: Patient, progress: Progress = lambda _: None) -> Checkup:
 def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[Finding]:
     name, options = split_method(patient.method)
     kind, draft, drafts = PROPOSERS.get(name), patient.options.get("draft"), patient.options.get("drafts", {})
-    yield from _memory_on_disk([patient.target, *map(local_gguf, kind.drafts_in(options, draft, drafts))])
+    yield from _memory_needed(patient, [*map(local_gguf, kind.drafts_in(options, draft, drafts))])
     progress("loading the target")
     without_draft = {key: value for key, value in patient.options.items() if key != "draft"}
     llm = LLM(patient.target, method=PLAIN, max_batch=1, prefix_cache=False, **without_draft)
@@ -245,13 +248,26 @@ def _is_significant(better: Run, drafted: Run) -> bool:
     return shares[0] - shares[1] > MIN_STANDARD_ERRORS * spread
 
 
-def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
-    """Report whether weights in local folders fit into free memory."""
-    needed = sum(weight_bytes(source) for source in sources if isinstance(source, (str, Path)))
+def _memory_needed(patient: Patient, drafts: list[Any]) -> Iterator[Finding]:
+    """Report whether weights in local folders fit into free memory.
+
+    Not those of a target to be quantised: their packed file may be in the cache, and its loader checks the memory.
+    """
+    needed = sum(weight_bytes(source) for source in drafts if isinstance(source, (str, Path)))
+    if isinstance(patient.target, (str, Path)) and not patient.options.get("weights"):
+        needed += round(weight_bytes(patient.target) * _growth(patient.target, patient.options))
     free = free_memory()
     if needed and free is not None:
         text = f"the weights take {size(needed)}; {size(free)} of memory are free"
         yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", text)
+
+
+def _growth(target: str | Path, options: dict[str, Any]) -> float:
+    """Return the bytes in memory per byte in the target's files, at most."""
+    named = options.get("device", "auto")
+    device = torch.device(named if named != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    config = load_config(target, options.get("trust_remote_code", False))
+    return growth_of(config, choose_reader(str(target), config, model_class(config), device), None, options.get("dtype", "auto"))
 
 
 def _weights_in_memory(runner: ModelRunner) -> Finding:

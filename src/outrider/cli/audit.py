@@ -14,7 +14,7 @@ from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err, progress
 from outrider.cli.options import (
-    ModelOptions,
+    MeasuredModelOptions,
     SamplingOptions,
     check_counts,
     flag,
@@ -98,7 +98,7 @@ class SampleOptions(SamplingOptions):
 
 
 @with_groups
-def command(*, options: AuditOptions, output: OutputOptions, models: ModelOptions, sampling: SampleOptions) -> int:
+def command(*, options: AuditOptions, output: OutputOptions, models: MeasuredModelOptions, sampling: SampleOptions) -> int:
     """Certify that output is statistically indistinguishable from plain decoding's; exit code 0 if so, else 3.
 
     Deliberately wrong verifiers run in the same way and must be caught, otherwise the certificate is void. --same-text tests
@@ -251,5 +251,5 @@ def stages(report: Callable[[Progress], None], name: str) -> Callable[[str, int,
 def _parse_length(text: str) -> int:
     k = parse_k(text)
     if not isinstance(k, int) or k < 1:
-        raise OutriderError(f"invalid --num-draft-tokens {text}: expected an integer of at least 1")
+        raise OutriderError(f"invalid --num-draft-tokens {text}: expected a whole number, at least 1")
     return k

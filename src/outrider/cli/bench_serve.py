@@ -18,18 +18,20 @@ from outrider.cli.app import EXIT_INTERNAL, handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err, progress, say_error, waiting
 from outrider.cli.options import (
+    MeasuredModelOptions,
     MethodOptions,
     ModelOptions,
     flag,
     given,
     parse_list,
     read_option,
+    values_given,
     with_groups,
     workload_names,
 )
 from outrider.cli.serve import MAX_BATCH, joined
 from outrider.engine.plan import Plan
-from outrider.errors import OutriderError, errors_as, how_to_install
+from outrider.errors import OutriderError, errors_as, requires
 from outrider.method_text import split_method, with_drafts
 from outrider.options import number, option
 from outrider.registry import AUTO, PROPOSERS
@@ -91,14 +93,12 @@ def command(
     load: LoadOptions,
     server: ServerOptions,
     result: ResultOptions,
-    models: ModelOptions,
+    models: MeasuredModelOptions,
     methods: MethodOptions,
 ) -> int:
     """Measure a server under load, plain and speculative in turn: speed, latencies, goodput and acceptance."""
-    try:
+    with requires("serve", "bench serve"):
         from outrider.bench.load.sweep import Sweep
-    except ModuleNotFoundError as error:
-        raise OutriderError(f"bench serve requires {error.name}: {how_to_install('serve')}") from error
     check_outputs({"--out": result.out}, [plan, load.prompts])
     traffic, loads = read_traffic(load), read_loads(load)
     with address(server, plan, models, methods) as url:
@@ -160,7 +160,7 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
 
     if server.url is not None:
         own = (plan, server.inflate, server.max_batch)
-        if own != (None, None, None) or models != ModelOptions() or methods != MethodOptions():
+        if own != (None, None, None) or values_given(models) or values_given(methods):
             raise OutriderError(
                 "--url measures a running server: omit the plan, options of models and methods, --max-batch and --inflate"
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider import hub
 from outrider.cli.console import show_notices, waiting
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from outrider.engine.outputs import Chunk
     from outrider.proposers.base import Proposer
     from outrider.types import SamplingParams
+
+Models = TypeVar("Models", bound=ModelOptions)
 
 
 def start() -> None:
@@ -179,10 +181,7 @@ def check_source(model: str | None, growth: float = 1.0) -> None:
 
         known = try_to_load_from_cache(model, "config.json")
         if not isinstance(known, str):
-            raise OutriderError(
-                f"no model {model!r}: it is neither a local folder nor in the download cache, and the Hugging Face hub is"
-                f" unreachable: check the name, or download it first with hf download {model}"
-            )
+            raise hub.not_cached(model)
     show_notices()
     hub.check_repository(model)
 
@@ -256,8 +255,8 @@ def inflated_draft(source: str, target: str) -> str:
 
 
 def inflate_with_heads(
-    models: ModelOptions, methods: Iterable[str], arguments: Mapping[str, Any], size: str | None
-) -> tuple[ModelOptions, dict[str, Any], dict[str, Any]]:
+    models: Models, methods: Iterable[str], arguments: Mapping[str, Any], size: str | None
+) -> tuple[Models, dict[str, Any], dict[str, Any]]:
     """Return options with the target inflated, the arguments of ``LLM`` that name drafts, and the fields for the results.
 
     Heads of these methods are inflated like the target; draft models are unchanged.
@@ -298,7 +297,7 @@ def loading(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def prepare(llm: LLM, models: ModelOptions) -> None:
-    """Compile if requested, and time a plain pass for the summary, before timing starts."""
+    """Compile if requested, and with a fixed K time a plain pass for the summary, before timing starts."""
     if models.compile == "always":
         with waiting("compiling"):
             llm.warmup()

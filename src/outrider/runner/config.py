@@ -79,7 +79,7 @@ class RunnerConfig(CheckedOptions):
     kv_memory: float | None = option(
         number(above=0, at_most=2**20),
         None,
-        "GiB limit of the target's KV cache (default: enough for max_batch sequences of max_len).",
+        "GiB limit of the target's KV cache (default: enough for --max-batch sequences of --max-len).",
         panel=LIMITS,
         in_plan=True,
     )
