@@ -14,7 +14,7 @@ from tiny_folder import make_folder
 from outrider.cli import main, session
 from outrider.cli.demo import load_track
 from outrider.cli.options import ModelOptions
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, requires
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
