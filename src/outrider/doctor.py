@@ -267,7 +267,9 @@ def _growth(target: str | Path, options: dict[str, Any]) -> float:
     named = options.get("device", "auto")
     device = torch.device(named if named != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     config = load_config(target, options.get("trust_remote_code", False))
-    return growth_of(config, choose_reader(str(target), config, model_class(config), device), None, options.get("dtype", "auto"))
+    return growth_of(
+        config, choose_reader(str(target), config, model_class(config), device), None, options.get("dtype", "auto")
+    )
 
 
 def _weights_in_memory(runner: ModelRunner) -> Finding:

@@ -33,7 +33,11 @@ def text(tmp_path: Path) -> Path:
         ("eagle", "eagle", ("--generation", "1", "--regenerate", "--prompt-len", "8")),
         ("mtp", "mtp", ("--steps", "2", "--format", "deepseek")),
         ("dflash", "dflash", ("--block-size", "4", "--layers", "1", "--hidden-states", "1,2", "--markov-rank", "4")),
-        ("eagle", "eagle", ("--hidden-states", "0,1,2", "--steps", "2", "--draft-vocab", "100", "--format", "speculators,native")),
+        (
+            "eagle",
+            "eagle",
+            ("--hidden-states", "0,1,2", "--steps", "2", "--draft-vocab", "100", "--format", "speculators,native"),
+        ),
     ],
 )
 def test_a_head_is_trained_and_drafts(outrider: Run, target: Path, text: Path, tmp_path: Path, kind, method, options) -> None:

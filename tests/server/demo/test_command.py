@@ -40,6 +40,11 @@ def test_missing_server_libraries_give_the_install_command(
     assert f"the demo requires uvicorn: run {command} in Outrider's folder" in refusal(capsys)
 
 
+def test_an_import_error_without_a_name_is_not_a_missing_package() -> None:
+    with pytest.raises(ModuleNotFoundError, match="Could not import"), requires("serve", "the demo"):
+        raise ModuleNotFoundError("Could not import module 'PreTrainedModel'")
+
+
 def test_unknown_methods_and_missing_drafts_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert "unknown method 'magic'" in refusal(capsys, "--port", "0", "--method", "magic")
