@@ -115,6 +115,7 @@ def test_the_command_line_page_is_up_to_date() -> None:
 
 def test_defaults_of_0_and_1_are_listed() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
+    assert "before a long run (default: auto; always in compare, bench, tune, audit, demo and serve)." in page
     assert "Seed of arrivals and sampling (default: 0)." in page and "answer to the one before (default: 1)." in page
 
 

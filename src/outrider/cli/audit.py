@@ -14,7 +14,7 @@ from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err, progress
 from outrider.cli.options import (
-    MeasuredModelOptions,
+    ModelOptions,
     SamplingOptions,
     check_counts,
     flag,
@@ -98,7 +98,7 @@ class SampleOptions(SamplingOptions):
 
 
 @with_groups
-def command(*, options: AuditOptions, output: OutputOptions, models: MeasuredModelOptions, sampling: SampleOptions) -> int:
+def command(*, options: AuditOptions, output: OutputOptions, models: ModelOptions, sampling: SampleOptions) -> int:
     """Certify that output is statistically indistinguishable from plain decoding's; exit code 0 if so, else 3.
 
     Deliberately wrong verifiers run in the same way and must be caught, otherwise the certificate is void. --same-text tests

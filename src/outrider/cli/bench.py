@@ -15,7 +15,6 @@ from outrider.cli.app import handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err, progress, say, waiting
 from outrider.cli.options import (
-    MeasuredModelOptions,
     MethodOptions,
     ModelOptions,
     check_counts,
@@ -98,7 +97,7 @@ def command(
     context: typer.Context,
     grid: GridOptions,
     outputs: OutputOptions,
-    models: MeasuredModelOptions,
+    models: ModelOptions,
 ) -> None:
     """Measure methods x draft lengths, each in turn with plain decoding; the last line printed is one JSON document."""
     if context.invoked_subcommand is not None:

@@ -18,14 +18,12 @@ from outrider.cli.app import EXIT_INTERNAL, handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err, progress, say_error, waiting
 from outrider.cli.options import (
-    MeasuredModelOptions,
     MethodOptions,
     ModelOptions,
     flag,
     given,
     parse_list,
     read_option,
-    values_given,
     with_groups,
     workload_names,
 )
@@ -93,7 +91,7 @@ def command(
     load: LoadOptions,
     server: ServerOptions,
     result: ResultOptions,
-    models: MeasuredModelOptions,
+    models: ModelOptions,
     methods: MethodOptions,
 ) -> int:
     """Measure a server under load, plain and speculative in turn: speed, latencies, goodput and acceptance."""
@@ -160,7 +158,7 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
 
     if server.url is not None:
         own = (plan, server.inflate, server.max_batch)
-        if own != (None, None, None) or values_given(models) or values_given(methods):
+        if own != (None, None, None) or models != ModelOptions() or methods != MethodOptions():
             raise OutriderError(
                 "--url measures a running server: omit the plan, options of models and methods, --max-batch and --inflate"
             )

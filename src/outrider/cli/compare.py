@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.console import err, painter_for, say, waiting
-from outrider.cli.options import MeasuredModelOptions, MethodOptions, ReadableOptions, flag, given, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, flag, given, with_groups
 from outrider.cli.race_view import RaceView, shown_rounds
 from outrider.registry import AUTO, PLAIN, SPECULATIVE, VERIFIERS
 from outrider.sampling_params import SamplingParams
@@ -54,7 +54,7 @@ class RaceOptions(ReadableOptions):
 def command(
     *,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads standard input.")] = None,
-    models: MeasuredModelOptions,
+    models: ModelOptions,
     methods: MethodOptions,
     sampling: RaceOptions,
     inflate: str | None = flag("Race at the cost of a larger model, such as 350m, 1b or 8b; not for GGUF files.", panel="Race"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from outrider.cli.console import err, waiting
-from outrider.cli.options import MeasuredModelOptions, MethodOptions, ModelOptions, flag, given, read_option, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, with_groups
 from outrider.engine.options import Speculation
 from outrider.errors import requires
 from outrider.registry import DEFAULT_METHOD, PLAIN, PROPOSERS
@@ -44,7 +44,7 @@ class PageOptions:
 
 
 @dataclass(frozen=True)
-class DemoModelOptions(MeasuredModelOptions):
+class DemoModelOptions(ModelOptions):
     """Models, with another default verifier."""
 
     verifier: str | None = given(Speculation, more=f"(default: {VERIFIER}, whose probabilities the page shows).")

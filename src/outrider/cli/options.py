@@ -70,13 +70,6 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class MeasuredModelOptions(ModelOptions):
-    """Models of a measurement, whose passes are compiled before it starts."""
-
-    compile: str | None = given(RunnerConfig, more="(default: always).")
-
-
-@dataclass(frozen=True)
 class MethodOptions:
     """Method and number of drafts."""
 

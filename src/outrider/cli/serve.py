@@ -54,13 +54,6 @@ class LimitOptions:
 
 
 @dataclass(frozen=True)
-class ServedModelOptions(ModelOptions):
-    """Models of a server, whose passes are compiled before it answers."""
-
-    compile: str | None = given(RunnerConfig, more="Here auto compiles before the server is ready.")
-
-
-@dataclass(frozen=True)
 class EngineOptions:
     """Run another engine instead of Outrider's."""
 
@@ -80,7 +73,7 @@ def command(
     elsewhere: EngineOptions,
     limits: LimitOptions,
     server: Annotated[dict[str, Any], ServerConfig],
-    models: ServedModelOptions,
+    models: ModelOptions,
     methods: MethodOptions,
 ) -> None:
     """Run an OpenAI-compatible server with lossless speculative decoding."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from outrider import hub
 from outrider.cli.console import show_notices, waiting
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from outrider.engine.outputs import Chunk
     from outrider.proposers.base import Proposer
     from outrider.types import SamplingParams
-
-Models = TypeVar("Models", bound=ModelOptions)
 
 
 def start() -> None:
@@ -255,8 +253,8 @@ def inflated_draft(source: str, target: str) -> str:
 
 
 def inflate_with_heads(
-    models: Models, methods: Iterable[str], arguments: Mapping[str, Any], size: str | None
-) -> tuple[Models, dict[str, Any], dict[str, Any]]:
+    models: ModelOptions, methods: Iterable[str], arguments: Mapping[str, Any], size: str | None
+) -> tuple[ModelOptions, dict[str, Any], dict[str, Any]]:
     """Return options with the target inflated, the arguments of ``LLM`` that name drafts, and the fields for the results.
 
     Heads of these methods are inflated like the target; draft models are unchanged.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import progress, say
 from outrider.cli.options import (
-    MeasuredModelOptions,
     ModelOptions,
     SamplingOptions,
     check_counts,
@@ -127,7 +126,7 @@ def command(
     traffic: TrafficOptions,
     options: SearchOptions,
     output: OutputOptions,
-    models: MeasuredModelOptions,
+    models: ModelOptions,
     sampling: AnswerOptions,
 ) -> None:
     """Find the fastest plan for your traffic, plain decoding included, and write it for outrider serve.

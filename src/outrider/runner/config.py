@@ -71,7 +71,8 @@ class RunnerConfig(CheckedOptions):
     compile: str = option(
         choice("auto", "always", "never"),
         "auto",
-        "Compile the passes; auto: if compiled ones are cached, and before a long run.",
+        "Compile the passes; auto: if compiled ones are cached, and before a long run (default: auto; always in"
+        " compare, bench, tune, audit, demo and serve).",
         panel=MODELS,
         in_plan=True,
     )
