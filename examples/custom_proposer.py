@@ -2,7 +2,10 @@
 
 import sys
 
+from transformers import AutoTokenizer
+
 from outrider import LLM, Context, Proposal, Proposer, SamplingParams, chain_proposal
+from outrider.family import TARGET
 
 KNOWN = ["The capital of France is Paris.", "The capital of Italy is Rome.", "I do not know."]
 
@@ -29,9 +32,8 @@ class KnownAnswers(Proposer):
 
 
 def main(target: str | None = None) -> None:
-    tokenizer = LLM(target, method="plain").tokenizer
-    assert tokenizer is not None, "the target has no tokenizer"
-    proposer = KnownAnswers([tokenizer.encode(" " + sentence) for sentence in KNOWN])
+    tokenizer = AutoTokenizer.from_pretrained(target or TARGET)
+    proposer = KnownAnswers([tokenizer.encode(" " + sentence, add_special_tokens=False) for sentence in KNOWN])
     llm = LLM(target, proposer=proposer, num_draft_tokens=6)
     question = "Question: What is the capital of Italy?\nAnswer: The capital"
     completion = llm.generate(question, SamplingParams(max_tokens=16))[0].outputs[0]

@@ -6,7 +6,7 @@ from outrider import LLM, SamplingParams
 
 
 def main(target: str | None = None, draft: str | None = None) -> None:
-    # Without arguments: the embedded models. Any two causal LMs with the same vocabulary work.
+    # Without arguments: the embedded models. Without DRAFT, a drafter for TARGET is searched for on this machine.
     with LLM(target, draft=draft) as llm:
         # Stream one prompt.
         for chunk in llm.stream("def mean(values):", SamplingParams(max_tokens=48)):

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 from tiny_folder import make_folder
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from outrider import LLM
 from outrider.registry import PROPOSERS
@@ -77,6 +79,28 @@ def test_examples_run(
     assert "per target pass" in out or "faults: 0" in out
 
 
+def test_the_example_proposer_knows_its_sentences_without_the_tokenizers_first_token(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begin  # as in Llama 3 and Gemma
+    tokenizer.save_pretrained(tmp_path)
+    scope = runpy.run_path(str(ROOT / "examples" / "custom_proposer.py"))
+    found: list[list[int]] = []
+
+    def known(sentences: list[list[int]]) -> None:
+        found.extend(sentences)
+        raise OutriderError("no model is needed")
+
+    monkeypatch.setitem(scope["main"].__globals__, "KnownAnswers", known)
+    with pytest.raises(OutriderError, match="no model is needed"):
+        scope["main"](str(tmp_path))
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("I")[0] == tokenizer.bos_token_id
+    assert len(found) == 3 and not any(tokenizer.bos_token_id in sentence for sentence in found)
+
+
 def test_every_example_is_tested() -> None:
     assert {file.stem for file in (ROOT / "examples").glob("*.py")} == {"generate", "custom_proposer", "transformers_model"}
 
@@ -91,6 +115,7 @@ def test_the_command_line_page_is_up_to_date() -> None:
 
 def test_defaults_of_0_and_1_are_listed() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
+    assert "before a long run (default: auto; always in compare, bench, tune, audit, demo and serve)." in page
     assert "Seed of arrivals and sampling (default: 0)." in page and "answer to the one before (default: 1)." in page
 
 

@@ -20,6 +20,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from outrider import LLM, doctor
 from outrider.doctor import DoctorOptions, check_draft
+from outrider.memory import weight_bytes
 from outrider.proposers import early_exit
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodSpec, Setting
@@ -154,6 +155,17 @@ def test_weights_larger_than_memory_are_reported_before_loading(target, monkeypa
     monkeypatch.setattr(doctor, "free_memory", lambda: 1000)
     found = examined(target, draft=target)
     assert [finding.level for finding in found.findings] == ["wrong"] and found.findings[0].topic == "memory"
+
+
+def test_quantised_weights_are_counted_as_they_are_in_memory(target, monkeypatch):
+    free = 4 * weight_bytes(target)
+    monkeypatch.setattr(doctor, "free_memory", lambda: free)
+    assert level_of(examined(target, "ngram"), "memory") == "ok"
+    monkeypatch.setattr(doctor, "growth_of", lambda *_: 4)  # as of FP8 without kernels
+    assert level_of(examined(target, "ngram"), "memory") == "wrong"
+    monkeypatch.setattr(doctor, "free_memory", lambda: 1000)
+    packed = check_draft(DoctorOptions(str(target), "ngram", {**OPTIONS, "weights": "int4"}, SHORT))
+    assert level_of(packed, "memory") is None and packed.acceptance is not None
 
 
 def test_the_targets_own_methods_are_examined_by_their_own_checks(target):
@@ -346,3 +358,13 @@ def test_the_cache_of_a_request_includes_recurrent_states():
     cache = KVCache(CacheShape.of({}, states=states), 1, 512, torch.float32, cpu, max_drafts=8)  # 10 states
     found = doctor._cache_memory(SimpleNamespace(cache=cache, max_len=512, device=cpu))
     assert found.text.startswith("a request that fills the context of 512 tokens takes 40 MB of cache")
+
+
+def test_a_head_of_another_vocabulary_is_no_foreign_draft(target, tmp_path, capsys):
+    from outrider.cli import main
+
+    write_eagle3(tmp_path, 300, 300)
+    assert main(["doctor", "--target", str(target), "--draft", str(tmp_path), "--compile", "never", "--max-tokens", "12"]) == 3
+    out = " ".join(capsys.readouterr().out.split())
+    assert "WRONG vocabulary made for a vocabulary of 300 tokens, but the target has 320" in out
+    assert "cross-tokenizer" not in out

@@ -64,7 +64,7 @@ def served(monkeypatch, tmp_path):
 
 def forget():
     """Begin as a new process does."""
-    hub.is_reachable.cache_clear()
+    hub.offline_reason.cache_clear()
     hub._listed.cache_clear()
 
 
@@ -265,7 +265,7 @@ def test_a_mirror_without_a_port_is_reached_at_its_schemes_port(served, monkeypa
     monkeypatch.setattr(hub.socket, "create_connection", lambda address, timeout: asked.append(address) or nullcontext())
     for url in ("http://mirror/hf", "https://mirror"):
         monkeypatch.setattr(constants, "ENDPOINT", url)
-        hub.is_reachable.cache_clear()
+        hub.offline_reason.cache_clear()
         assert hub.is_reachable()
     assert asked == [("mirror", 80), ("mirror", 443)]
 

@@ -666,7 +666,7 @@ def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path
     assert "no model folder or .gguf file at" in refusal(tmp_path / "nowhere.gguf")
     gguf_files.write(path, model, KINDS["Q8_0"])
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "needs the package gguf: run pip install '.[gguf]' in Outrider's folder" in refusal(path)
+    assert re.search(r"requires gguf: run \S+ -m pip install -e '\.\[gguf\]' in Outrider's folder", refusal(path))
 
 
 def test_entries_that_an_architecture_needs_are_named_if_they_are_missing_or_of_another_kind(unread, tmp_path):

@@ -90,10 +90,10 @@ def test_a_repository_with_another_name_is_searched_for_the_quantisation_that_is
 
 
 def test_without_the_hub_the_cache_is_searched(monkeypatch, tmp_path):
-    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    monkeypatch.setattr(hub, "offline_reason", lambda: "the hub is unreachable")
     monkeypatch.setattr(hub, "_listed", lambda *_: pytest.fail("the hub was asked"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(OutriderError, match=r"no model 'a/b-GGUF': it is not in the download cache, and the .* unreachable: "):
+    with pytest.raises(OutriderError, match=r"no model 'a/b-GGUF': .* nor in the download cache, and the hub is unreachable: "):
         hub.local_gguf("a/b-GGUF")
     repository = tmp_path / "models--a--b-GGUF"
     file = repository / "snapshots" / "c0" / "b-Q8_0.gguf"
@@ -157,4 +157,4 @@ def test_a_folder_of_that_name_is_no_hub_id(asked, tmp_path, monkeypatch):
 def test_the_hub_is_not_asked_if_transformers_must_not(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # as the package sets it for TRANSFORMERS_OFFLINE
     monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: pytest.fail("the hub was asked"))
-    assert not hub.is_reachable.__wrapped__()
+    assert hub.offline_reason.__wrapped__() == "HF_HUB_OFFLINE is set"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -50,6 +51,18 @@ def test_licences_are_listed(name: str) -> None:
     for package, entry in packages(name).items():
         assert f"| {package} |" in page or any(marker in entry.splitlines()[0] for marker in elsewhere), package
     assert "not named" not in page
+
+
+def test_announce_ends_with_all_processes_that_it_started() -> None:
+    """Ctrl-C in ``make run`` left pip running. All of them keep standard error open, so its end shows theirs."""
+    command = ["sh", "-c", "echo started; sleep 60 & sleep 60; wait"]
+    process = subprocess.Popen([ROOT / "scripts" / "announce", "waiting", *command], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while process.stderr.readline() != "started\n":
+        pass
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 130
 
 
 def test_the_server_gets_pydantic_2() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.heads.checkpoint import replaced
+from outrider.files import replaced
 from outrider.progress import reporting
 from outrider.train import distillation, plots
 from outrider.train.claims import check_or_record_identity, fingerprint

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from outrider.heads.checkpoint import replaced
+from outrider.files import replaced
 from outrider.progress import reporting
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.claims import check_or_record_identity, exclusive, fingerprint

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.measure import Run, generate
 from outrider.bench.workloads import builtin, encode
@@ -21,7 +23,8 @@ from outrider.memory import free_memory, size, weight_bytes
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import Setting
 from outrider.registry import PLAIN, PROPOSERS
-from outrider.runner.loading import num_experts, text_config
+from outrider.runner.loading import bytes_in_memory, growth_of, load_config, model_class, num_experts, text_config
+from outrider.runner.rounding import choose_reader
 from outrider.types import Finding, OutriderError, SamplingParams
 
 if TYPE_CHECKING:
@@ -125,7 +128,7 @@ def check_draft(checked: DoctorOptions, progress: Progress = lambda _: None) -> 
 def _stages(checked: DoctorOptions, report: Report, progress: Progress) -> Iterator[Finding]:
     name, options = split_method(checked.method)
     kind, draft, drafts = PROPOSERS.get(name), checked.options.get("draft"), checked.options.get("drafts", {})
-    yield from _memory_on_disk([checked.target, *map(local_gguf, kind.drafts_in(options, draft, drafts))])
+    yield from _memory_needed(checked, [*map(local_gguf, kind.drafts_in(options, draft, drafts))])
     progress("loading the target")
     without_draft = {key: value for key, value in checked.options.items() if key != "draft"}
     llm = LLM(checked.target, method=PLAIN, max_batch=1, prefix_cache=False, **without_draft)
@@ -249,13 +252,26 @@ def _is_significant(better: Run, drafted: Run) -> bool:
     return shares[0] - shares[1] > MIN_STANDARD_ERRORS * spread
 
 
-def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
-    """Report whether weights in local folders fit into free memory."""
-    needed = sum(weight_bytes(source) for source in sources if isinstance(source, (str, Path)))
+def _memory_needed(checked: DoctorOptions, drafts: list[Any]) -> Iterator[Finding]:
+    """Report whether weights in local folders fit into free memory.
+
+    Not those of a target to be quantised: their packed file may be in the cache, and its loader checks the memory.
+    """
+    needed = sum(weight_bytes(source) for source in drafts if isinstance(source, (str, Path)))
+    if isinstance(checked.target, (str, Path)) and not checked.options.get("weights"):
+        needed += _bytes_of_target(checked.target, checked.options)
     free = free_memory()
     if needed and free is not None:
         text = f"the weights take {size(needed)}; {size(free)} of memory are free"
         yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", text)
+
+
+def _bytes_of_target(target: str | Path, options: dict[str, Any]) -> int:
+    named = options.get("device", "auto")
+    device = torch.device(named if named != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    config = load_config(target, options.get("trust_remote_code", False))
+    reader = choose_reader(str(target), config, model_class(config), device)
+    return bytes_in_memory(target, growth_of(config, reader, None, options.get("dtype", "auto")), reader)
 
 
 def _weights_in_memory(runner: ModelRunner) -> Finding:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -27,8 +29,19 @@ class PromptTooLong(OutriderError):
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs an optional group of dependencies: Outrider is not on PyPI."""
-    return f"run pip install '.[{extra}]' in Outrider's folder"
+    """Return the command that installs an optional group of dependencies for this Python: Outrider is not on PyPI."""
+    return f"run {shlex.quote(sys.executable)} -m pip install -e '.[{extra}]' in Outrider's folder"
+
+
+@contextmanager
+def requires(extra: str, what: str) -> Iterator[None]:
+    """Context manager for imports: name the command that installs a missing package. ``what``: beginning of the sentence."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None:  # transformers raises it for failures of its own modules
+            raise
+        raise OutriderError(f"{what} requires {error.name}: {how_to_install(extra)}") from error
 
 
 def one_line(text: str) -> str:

@@ -82,7 +82,7 @@ def _files_of_named(repo_id: str, quantisation: str | None) -> tuple[Repository 
     try:
         return None, files_of_quantisation(repo_id, names, quantisation)
     except OutriderError as error:
-        raise OutriderError(f"{error} in the download cache, and the Hugging Face hub is unreachable") from None
+        raise OutriderError(f"{error} in the download cache, and {offline_reason()}") from None
 
 
 def is_gguf_id(source: object) -> bool:
@@ -115,11 +115,16 @@ def _cached(repo_id: str) -> Path:
     """Return the folder of a repository in the download cache. Raises ``OutriderError`` if there is none."""
     folder = _main(repo_id)
     if folder is None:
-        raise OutriderError(
-            f"no model {repo_id!r}: it is not in the download cache, and the Hugging Face hub is unreachable: check the name"
-            f", or download a file first, with hf download {repo_id} FILE"
-        )
+        raise not_cached(repo_id, " FILE")
     return folder
+
+
+def not_cached(repo_id: str, file: str = "") -> OutriderError:
+    """Return the error for a repository that is needed and cannot be downloaded. ``file``: end of the command's example."""
+    return OutriderError(
+        f"no model {repo_id!r}: it is neither a local folder nor in the download cache, and {offline_reason()}: check the name,"
+        f" or download it first with hf download {repo_id}{file}"
+    )
 
 
 def files_of_quantisation(repo_id: str, names: Sequence[str], quantisation: str | None) -> list[str]:
@@ -243,8 +248,8 @@ def fetch_weights(source: object, growth: float = 0.0) -> None:
     if repository is None:
         if is_hub_id(source) and on_this_machine(str(source)) is not None and not weight_files(str(source)):
             raise OutriderError(
-                f"the weights of {source} are not in the download cache, and the Hugging Face hub is unreachable: download them"
-                f" first with hf download {source}"
+                f"the weights of {source} are not in the download cache, and {offline_reason()}: download them first with hf"
+                f" download {source}"
             )
         return
     names = _weights_of(str(source), repository)
@@ -268,7 +273,7 @@ def fetch(source: str) -> Path:
     folder = on_this_machine(source)
     if folder is None:
         raise OutriderError(
-            f"cannot download {source}: it is not in the download cache, and the Hugging Face hub is unreachable"
+            f"cannot download {source}: it is not in the download cache, and {offline_reason()}"
             if is_hub_id(source)
             else f"cannot download {source}: {expected_of(source)}"
         )
@@ -455,26 +460,31 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-@cache
 def is_reachable() -> bool:
     """Return whether the hub is reachable. Behind a proxy this is unknown, so the answer is True.
 
     Raises ``OutriderError`` for an invalid address of the hub.
     """
+    return not offline_reason()
+
+
+@cache
+def offline_reason() -> str:
+    """Return why the hub cannot be used, as part of an error's sentence; empty if it is reachable (see ``is_reachable``)."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:  # also set by TRANSFORMERS_OFFLINE
-        return False
+        return "HF_HUB_OFFLINE is set"
     if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
-        return True
+        return ""
     with errors_as(f"HF_ENDPOINT={constants.ENDPOINT} is not a URL such as https://huggingface.co", ValueError):
         url = urlsplit(constants.ENDPOINT)
         port = url.port or (80 if url.scheme == "http" else 443)
     try:
         with socket.create_connection((url.hostname or "", port), timeout=5.0):
-            return True
+            return ""
     except OSError:
-        return False
+        return "the Hugging Face hub is unreachable"
 
 
 def disable() -> None:

@@ -93,7 +93,7 @@ class SamplingParams(CheckedOptions):
     seed: int | None = option(
         whole(-(2**63), 2**64 - 1),
         None,
-        "Sampling seed; the same seed gives the same text, with drafts only under same_text.",
+        "Sampling seed. The same seed gives the same text; with drafts only if method and K are fixed, or with --same-text.",
         panel=SAMPLING,
     )
     n: int = option(whole(1, 16384), 1, "Samples per prompt.")

@@ -141,7 +141,7 @@ def test_plain_decoding_alone_gives_a_report() -> None:
 
 def test_a_missing_matplotlib_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(html, "find_spec", lambda name: None)
-    with pytest.raises(OutriderError, match=r"needs matplotlib: run pip install '.\[report\]' in Outrider's folder"):
+    with pytest.raises(OutriderError, match=r"needs matplotlib: run \S+ -m pip install -e '.\[report\]' in Outrider's folder"):
         html.page(grid())
 
 

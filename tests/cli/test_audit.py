@@ -114,7 +114,7 @@ def test_a_lossy_verifier_ends_with_exit_code_3(outrider: Run, models: list[obje
     [
         (["--method", "nonsense"], "unknown method"),
         (["--method", "plain"], "the baseline"),
-        (["--method", "draft", "-k", "0"], "expected an integer of at least 1"),
+        (["--method", "draft", "-k", "0"], "invalid --num-draft-tokens 0: expected a whole number, at least 1"),
         (["--method", "draft", "-k", "1,2"], "require --same-text"),
         (["--method", "medusa"], "medusa"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),

@@ -144,7 +144,7 @@ def test_generate_json_is_one_document(outrider: Run, target: Path, draft: Path)
 def test_generate_reports_the_drafter_that_it_found_in_one_line(outrider: Run, tmp_path: Path) -> None:
     target = make_folder(tmp_path / "target", hidden_size=32, intermediate_size=48, num_hidden_layers=12)
     command = ["generate", "--target", target, "--compile", "never", "--max-tokens", 9, "-k", 2, "hello"]
-    nothing = "drafts with suffix: no drafter was found for the target"
+    nothing = "drafts with suffix, because no drafter was found for the target"
     assert outrider(*command)[2].splitlines().count(nothing) == 1
     make_folder(tmp_path / "draft", seed=1)
     code, out, err = outrider(*command)
@@ -468,8 +468,10 @@ def test_a_slower_race_is_explained_by_its_numbers() -> None:
     slow = GenerationStats(num_tokens=20, num_steps=10, acceptance_histogram={1: 10})
     plain.times.score, slow.times.score, slow.times.draft = 0.04, 0.04, 0.02
     assert plain.tok_s > slow.tok_s
-    assert "a round takes 6.0 ms for 2.00 tokens, a plain one 2.0 ms for one" in str(why_slower(plain, slow))
-    assert why_slower(slow, plain) is None
+    why = "a round takes 6.0 ms for 2.00 tokens, a plain one 2.0 ms for one"
+    assert f"{why}. -k auto drafts only where that pays." in str(why_slower(plain, slow, is_auto=False))
+    assert f"{why}. outrider doctor checks whether the draft fits." in str(why_slower(plain, slow, is_auto=True))
+    assert why_slower(slow, plain, is_auto=True) is None
 
 
 def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, draft: Path, tmp_path: Path) -> None:

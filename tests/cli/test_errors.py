@@ -80,8 +80,10 @@ def test_a_file_in_another_format_than_gguf(outrider: Run, tmp_path: Path, targe
 
 def test_an_unreachable_hub_id(outrider: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub, "is_reachable", hub.is_reachable.__wrapped__)  # others have asked already
-    assert_one_line(outrider("generate", "--target", "nobody/nothing", "hi"), "nobody/nothing", "is unreachable")
+    monkeypatch.setattr(hub, "offline_reason", hub.offline_reason.__wrapped__)  # others have asked already
+    assert_one_line(outrider("generate", "--target", "nobody/nothing", "hi"), "nobody/nothing", "HF_HUB_OFFLINE is set")
+    monkeypatch.setattr(hub, "offline_reason", lambda: "the Hugging Face hub is unreachable")
+    assert_one_line(outrider("generate", "--target", "nobody/nothing", "hi"), "nobody/nothing", "hub is unreachable")
 
 
 def test_a_model_other_than_a_causal_lm(outrider: Run, tmp_path: Path) -> None:

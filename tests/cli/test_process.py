@@ -115,6 +115,13 @@ def test_a_closed_standard_output_is_no_error(target: Path) -> None:
     assert done.returncode == 0 and "3 tokens" in done.stderr
 
 
+def test_a_closed_standard_input_is_an_empty_one() -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "{sys.executable}" -m outrider generate <&-'], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == "error: the prompt is empty"
+
+
 def test_a_second_ctrl_c_does_not_interrupt_the_message_of_the_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,7 +33,11 @@ def text(tmp_path: Path) -> Path:
         ("eagle", "eagle", ("--generation", "1", "--regenerate", "--prompt-len", "8")),
         ("mtp", "mtp", ("--steps", "2", "--format", "deepseek")),
         ("dflash", "dflash", ("--block-size", "4", "--layers", "1", "--hidden-states", "1,2", "--markov-rank", "4")),
-        ("eagle", "eagle", ("--layers", "0,1,2", "--steps", "2", "--draft-vocab", "100", "--format", "speculators,native")),
+        (
+            "eagle",
+            "eagle",
+            ("--hidden-states", "0,1,2", "--steps", "2", "--draft-vocab", "100", "--format", "speculators,native"),
+        ),
     ],
 )
 def test_a_head_is_trained_and_drafts(outrider: Run, target: Path, text: Path, tmp_path: Path, kind, method, options) -> None:
@@ -91,7 +95,8 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
 
     assert_one_line(train("draft", "--layers", 0), "--layers 0: expected a whole number, at least 1")
     assert_one_line(train("draft", "--start", target, "--width", 8), "--start determines the sizes: omit --width")
-    assert_one_line(train("eagle", "--start", target, "--generation", 1, "--layers", "1,2,3"), "--layers and --draft-vocab are")
+    given = ("--start", target, "--generation", 1, "--hidden-states", "1,2,3")
+    assert_one_line(train("eagle", *given), "--hidden-states and --draft-vocab are")
     assert_one_line(train("eagle", "--start", target, "--draft-vocab", 40), "omit --draft-vocab")
     assert_one_line(train("eagle", "--start", target), "is not an EAGLE head: fc.weight is missing")
     assert_one_line(train("medusa", "--start", target, "--heads", 2), "omit --heads")
@@ -128,8 +133,8 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
         ),
         ("eagle", ("--regenerate", "--prompt-len", 8, "--temperature", -1), "invalid --temperature -1"),
         ("eagle", ("--generation", 1, "--draft-vocab", 100), "omit them with --generation 1"),
-        ("eagle", ("--generation", 1, "--layers", "0,1,2"), "omit them with --generation 1"),
-        ("eagle", ("--layers", "1,2"), "invalid hidden states (1, 2): EAGLE-3 reads three"),
+        ("eagle", ("--generation", 1, "--hidden-states", "0,1,2"), "omit them with --generation 1"),
+        ("eagle", ("--hidden-states", "1,2"), "invalid hidden states (1, 2): EAGLE-3 reads three"),
         ("medusa", ("--minutes", "nan"), "invalid --minutes nan"),
         ("eagle", ("--minutes", "nan"), "invalid --minutes nan"),
         ("dflash", ("--minutes", "nan"), "invalid --minutes nan"),
@@ -235,5 +240,5 @@ def test_usage_errors_are_one_line(outrider: Run, target: Path, text: Path, tmp_
     assert_one_line(train("--text", text, "--steps", 0), "--steps 0")
     assert_one_line(train("--text", text, "--epochs", "nan"), "invalid --epochs nan: expected a finite number, above 0")
     assert_one_line(train("--text", text, "--seq-len", 24), "a target with 2 layers", "name three of them")
-    assert_one_line(train("--text", text, "--seq-len", 24, "--layers", "0,1,7"), "has 0 to 2")
-    assert_one_line(train("--text", text, "--layers", "low"), "--layers")
+    assert_one_line(train("--text", text, "--seq-len", 24, "--hidden-states", "0,1,7"), "has 0 to 2")
+    assert_one_line(train("--text", text, "--hidden-states", "low"), "--hidden-states")

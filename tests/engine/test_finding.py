@@ -386,7 +386,7 @@ def test_a_link_to_a_deleted_file_does_not_end_the_search(made, target, is_next_
 def test_without_a_drafter_the_default_method_is_used(target, said):
     llm = loaded(target)
     assert llm.proposer.name == DEFAULT_METHOD == "suffix"
-    assert said() == [llm.drafter] == ["drafts with suffix: no drafter was found for the target"]
+    assert said() == [llm.drafter] == ["drafts with suffix, because no drafter was found for the target"]
     model = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(target).config)
     assert loaded(model).proposer.name == "suffix"  # drafters found for another folder are not used
 

@@ -824,10 +824,10 @@ def test_invalid_training_is_reported_before_the_target_generates_text(runner, t
     how = HeadPlan()
     cases = [
         (lambda: train_medusa(workspace, tmp_path, how, MedusaRun(SEQ)), "too short for 24 heads"),
-        (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "has 0 to 6"),
+        (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, hidden_states=(1, 2, 9))), "has 0 to 6"),
         (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
         (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
-        (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, layers=(1, 1, 1))), "three different ones"),
+        (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, hidden_states=(1, 1, 1))), "three different ones"),
         (lambda: train_eagle(workspace, tmp_path, how, EagleRun(1, format=("speculators",))), "native format only"),
     ]
     for run, message in cases:
@@ -869,7 +869,7 @@ def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):
     from_rows = Workspace(runner, None, tmp_path / "work", rows=rows)
     cases += [
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(2)), "invalid generation 2"),
-        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "has 0 to 6"),
+        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, hidden_states=(1, 2, 9))), "has 0 to 6"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(1, format=("speculators",))), "native format only"),

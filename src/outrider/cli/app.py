@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = [argument for argument in own if argument != "--debug"] + args[len(own) :]
         logging.getLogger("outrider").setLevel(logging.DEBUG)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - the parent process may have closed it
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - the parent process may have closed it
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - likewise
     gc.disable()  # saves 0.5 s of imports; session.load enables it again
     try:
         received.clear()
@@ -128,7 +129,7 @@ def run() -> NoReturn:
 
 @contextmanager
 def handled(handler: Any, numbers: Sequence[int] = SIGNALS) -> Iterator[None]:
-    """Context manager: handle these signals so, in the main thread, which alone may install handlers."""
+    """Context manager: install ``handler`` for these signals in the main thread; restore the former handlers at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -252,5 +252,5 @@ def stages(report: Callable[[Progress], None], name: str) -> Callable[[str, int,
 def _parse_length(text: str) -> int:
     k = parse_k(text)
     if not isinstance(k, int) or k < 1:
-        raise OutriderError(f"invalid --num-draft-tokens {text}: expected an integer of at least 1")
+        raise OutriderError(f"invalid --num-draft-tokens {text}: expected a whole number, at least 1")
     return k

@@ -110,7 +110,7 @@ def command(
     check_outputs({"--out": outputs.out, "--html": outputs.html}, [grid.prompts], report=outputs.html)
     if grid.inflate is not None:
         inflatable(models)
-    given = resolve(models, MethodOptions())
+    arguments = resolve(models, MethodOptions())
     temperatures = parse_list("--temperature", grid.temperature, float)
     batches = parse_list("--batch", grid.batch, int)
     busy = parse_list("--busy", grid.busy, int)
@@ -118,16 +118,16 @@ def command(
     prompts = read_workloads(grid, max(batches))
     chosen = parse_contenders(grid, models)
     methods = [contender.method for contender in chosen]
-    models, drafts, extra = inflate_with_heads(models, methods, given, grid.inflate)
-    given |= drafts
+    models, drafts, extra = inflate_with_heads(models, methods, arguments, grid.inflate)
+    arguments |= drafts
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
-    llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=given["drafts"])
+    llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=arguments["drafts"])
     encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
     for workload, token_ids in encoded.items():
         check_lengths(token_ids, llm, grid.max_tokens, f"--max-tokens {grid.max_tokens}", f" of {workload!r}")
     name = Path(models.target).name if models.target and grid.inflate else models.target or "embedded"  # no cache path
     extra |= {"same_text_mode": models.same_text, "verifier": llm.speculation.verifier, "name": name}
-    contenders = Contenders(llm, given.get("draft"))
+    contenders = Contenders(llm, arguments.get("draft"))
     chosen = prepare(contenders, chosen)
     plan = GridPlan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     groups: list[Group] = []

@@ -29,7 +29,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.serve import MAX_BATCH, joined
 from outrider.engine.plan import Plan
-from outrider.errors import OutriderError, errors_as, how_to_install
+from outrider.errors import OutriderError, errors_as, requires
 from outrider.method_text import split_method, with_drafts
 from outrider.options import number, option
 from outrider.registry import AUTO, PROPOSERS
@@ -95,10 +95,8 @@ def command(
     methods: MethodOptions,
 ) -> int:
     """Measure a server under load, plain and speculative in turn: speed, latencies, goodput and acceptance."""
-    try:
+    with requires("serve", "bench serve"):
         from outrider.bench.load.sweep import Sweep
-    except ModuleNotFoundError as error:
-        raise OutriderError(f"bench serve requires {error.name}: {how_to_install('serve')}") from error
     check_outputs({"--out": result.out}, [plan, load.prompts])
     traffic, loads = read_traffic(load), read_loads(load)
     read_option(SamplingParams, "seed", load.seed + max(map(traffic.count, loads)) - 1)  # conversations have consecutive seeds

@@ -72,9 +72,9 @@ def command(
     drafts: dict[str, Any] = {}
     if inflate is not None:
         inflatable(models)
-        given = resolve(models, methods)
+        arguments = resolve(models, methods)
         drafting = methods_in(methods.method or AUTO, lambda: auto_method(models))
-        models, drafts, _ = inflate_with_heads(models, drafting, given, inflate)
+        models, drafts, _ = inflate_with_heads(models, drafting, arguments, inflate)
     llm = load(models, methods, **drafts, max_batch=2, prefix_cache=False, compile=models.compile or "always")
     from outrider.bench.contenders import Contender
     from outrider.bench.race import Race
@@ -94,7 +94,7 @@ def command(
         write(race, text)
     err.print(table(race.lanes, titles))
     say(MEANING)
-    if cause := why_slower(plain.stats, speculative.stats):
+    if cause := why_slower(plain.stats, speculative.stats, is_auto=not isinstance(k, int)):
         say(cause)
     if inflate is not None:
         say(f"the target was padded to the cost of a {inflate.upper()} model, which changes no token")
@@ -170,14 +170,15 @@ def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
     return view
 
 
-def why_slower(plain: GenerationStats, speculative: GenerationStats) -> str | None:
-    """Return a sentence on what made speculative decoding slower than plain decoding; None if it was not."""
+def why_slower(plain: GenerationStats, speculative: GenerationStats, is_auto: bool) -> str | None:
+    """Return what made speculative decoding slower than plain decoding, and what to do; None if it was not slower."""
     if speculative.tok_s >= plain.tok_s:
         return None
     rounds = [sum(stats.ms_per_round.values()) for stats in (speculative, plain)]
+    advice = "outrider doctor checks whether the draft fits" if is_auto else "-k auto drafts only where that pays"
     return (
         f"Slower: a round takes {rounds[0]:.1f} ms for {speculative.mean_acceptance_length:.2f} tokens, a plain one"
-        f" {rounds[1]:.1f} ms for one. -k auto drafts only where that pays."
+        f" {rounds[1]:.1f} ms for one. {advice}."
     )
 
 

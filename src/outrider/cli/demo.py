@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from outrider.cli.console import err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, with_groups
 from outrider.engine.options import Speculation
-from outrider.errors import OutriderError, how_to_install
+from outrider.errors import requires
 from outrider.registry import DEFAULT_METHOD, PLAIN, PROPOSERS
 from outrider.server.config import ServerConfig
 
@@ -60,14 +60,12 @@ def command(
     """Serve a web page that runs plain and speculative decoding side by side, token by token."""
     from rich.text import Text
 
-    try:
+    with requires("serve", "the demo"):
         import uvicorn
 
         from outrider.server.bridge import call_in_temporary_thread
         from outrider.server.demo.app import Demo
         from outrider.server.run import listen
-    except ImportError as missing:
-        raise OutriderError(f"the demo requires {missing.name}: {how_to_install('serve')}") from None
     config = ServerConfig(**{name: read_option(ServerConfig, name, getattr(page, name)) for name in ("host", "port")})
     with listen(config.host, config.port) as listening:
         track = call_in_temporary_thread(lambda: load_track(models, page.method))
@@ -90,12 +88,13 @@ def command(
 
 def load_track(models: ModelOptions, methods: str | None) -> Track:
     """Load the target once, and every available method."""
-    from outrider.cli.session import auto_method, load, named_methods
+    from outrider.cli.session import auto_method, load_plain, named_methods, resolve
     from outrider.server.demo.track import Track
 
+    resolve(models, MethodOptions())  # checks the draft, which is loaded after the target
     wanted = named_methods(methods, models)[1] if methods is not None else []
     models = replace(models, verifier=models.verifier or VERIFIER)
-    llm = load(models, MethodOptions(method=PLAIN), max_batch=2, prefix_cache=False, compile=models.compile or "always")
+    llm = load_plain(models, wanted, max_batch=2)
     offered = wanted
     if not wanted:
         is_small = sum(weight.numel() for weight in llm.runner.model.parameters()) < LARGE

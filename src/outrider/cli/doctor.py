@@ -13,7 +13,7 @@ from outrider.engine.options import Speculation
 from outrider.family import TARGET
 from outrider.hub import local_gguf
 from outrider.options import SAMPLING
-from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT
+from outrider.registry import AUTO, DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD_WITH_FOREIGN_DRAFT
 
 if TYPE_CHECKING:
     from outrider.doctor import Report
@@ -58,8 +58,9 @@ def command(
     target = local_gguf(models.target) or TARGET
     with loading("looking") as tell:
         report = check_draft(DoctorOptions(target, method, options, params), tell)
-        if named == AUTO and any((each.level, each.topic) == ("wrong", "vocabulary") for each in report.findings):
-            method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT  # as in all other commands
+        is_foreign = any((each.level, each.topic) == ("wrong", "vocabulary") for each in report.findings)
+        if named == AUTO and method == DEFAULT_METHOD_WITH_DRAFT and is_foreign:  # other commands translate its drafts, too
+            method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT
             report = check_draft(DoctorOptions(target, method, options, params), tell)
     report.findings[:0] = found
     if as_json:

@@ -14,7 +14,7 @@ import typer
 
 from outrider.cli.console import err, legend, painter_for, say, summary, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
-from outrider.errors import OutriderError, errors_as, how_to_install, without_path
+from outrider.errors import OutriderError, errors_as, requires, without_path
 from outrider.options import SAMPLING
 
 if TYPE_CHECKING:
@@ -84,11 +84,9 @@ def read_schema(file: Path) -> dict[str, Any]:
 
 def grammar_of(schema: dict[str, Any], llm: LLM) -> Grammar:
     """Compile a JSON schema for the tokenizer. Raises ``OutriderError`` for an unsupported schema."""
-    try:
+    with requires("serve", "a JSON schema"):
         from outrider.server.grammar import GrammarCompiler
         from outrider.server.prompts import tokenizer_data
-    except ModuleNotFoundError as error:
-        raise OutriderError(f"a JSON schema needs {error.name}: {how_to_install('serve')}") from error
     return GrammarCompiler(tokenizer_data(llm)).json(schema)
 
 

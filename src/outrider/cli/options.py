@@ -98,8 +98,8 @@ class SamplingOptions:
     def params(self, **defaults: Any) -> SamplingParams:
         """Return ``SamplingParams`` of the given values, else ``defaults``. Raises ``OutriderError`` for an invalid value."""
         named = {each.name: getattr(self, each.name) for each in fields(self)} | {"stop": self.stop or None}
-        given = {name: read_option(SamplingParams, name, value) for name, value in named.items() if value is not None}
-        return SamplingParams(**defaults | given)
+        values = {name: read_option(SamplingParams, name, value) for name, value in named.items() if value is not None}
+        return SamplingParams(**defaults | values)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from outrider.cli.bench_documents import check_outputs
 from outrider.cli.console import waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, values_given, with_groups
 from outrider.engine.plan import KEYS, Plan, served_name
-from outrider.errors import OutriderError, how_to_install
+from outrider.errors import OutriderError, requires
 from outrider.export import ENGINES
 from outrider.options import LISTEN, flag_name
 from outrider.runner.config import RunnerConfig
@@ -82,15 +82,13 @@ def command(
         plan, passed = None, [str(plan), *passed]
     if elsewhere.engine is not None:
         serve_elsewhere(plan, passed, elsewhere, server, limits, (models, methods))
-    given = {"options after --": passed, "--engine-python": elsewhere.engine_python, "--own-code": elsewhere.own_code}
-    what = next((name for name, value in given.items() if value), None)
+    alone = {"options after --": passed, "--engine-python": elsewhere.engine_python, "--own-code": elsewhere.own_code}
+    what = next((name for name, value in alone.items() if value), None)
     if what is not None:
         raise OutriderError(f"{what}: requires --engine, as in outrider serve --engine vllm plan.toml -- ...")
-    try:
+    with requires("serve", "serve"):
         from outrider.server.bridge import call_in_temporary_thread
         from outrider.server.run import listen, log_json, serve
-    except ModuleNotFoundError as error:
-        raise OutriderError(f"serve requires {error.name}: {how_to_install('serve')}") from error
     known = Plan() if plan is None else Plan.read(plan)
     models, methods, limits = filled(models, known), filled(methods, known), filled(limits, known)
     config = ServerConfig(**{"name": served_name(models.target), **server})
@@ -169,6 +167,10 @@ def filled(options: Options, plan: Plan) -> Options:
 
 def joined(plan: Plan, *groups: Any) -> Plan:
     """Return the plan, with the command line's values replacing its own."""
-    given = {name: value for group in groups for name, value in values_given(group).items() if name in KEYS}
-    read = {name: KEYS[name].read(flag_name(name), value) for name, value in given.items()}
+    read = {
+        name: KEYS[name].read(flag_name(name), value)
+        for group in groups
+        for name, value in values_given(group).items()
+        if name in KEYS
+    }
     return Plan({name: plan.given(name) for name in plan.values if name not in read} | read)

@@ -179,10 +179,7 @@ def check_source(model: str | None, growth: float = 1.0) -> None:
 
         known = try_to_load_from_cache(model, "config.json")
         if not isinstance(known, str):
-            raise OutriderError(
-                f"no model {model!r}: it is neither a local folder nor in the download cache, and the Hugging Face hub is"
-                f" unreachable: check the name, or download it first with hf download {model}"
-            )
+            raise hub.not_cached(model)
     show_notices()
     hub.check_repository(model)
 
@@ -299,7 +296,7 @@ def loading(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def prepare(llm: LLM, models: ModelOptions) -> None:
-    """Compile if requested, and time a plain pass for the summary, before timing starts."""
+    """Compile if requested, and with a fixed K time a plain pass for the summary, before timing starts."""
     if models.compile == "always":
         with waiting("compiling"):
             llm.warmup()

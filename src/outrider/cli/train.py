@@ -90,9 +90,9 @@ def medusa(*, out: Out, run: MedusaRun, files: FileOptions, source: Source, leng
 @training
 def eagle(*, out: Out, run: EagleRun, files: FileOptions, source: Source, length: HeadPlan) -> None:
     """Train an EAGLE head."""
-    if run.generation == 1 and (run.layers, run.draft_vocab) != (None, None):
-        raise OutriderError("--layers and --draft-vocab are EAGLE-3's: omit them with --generation 1")
-    check_sizes(run, "generation", "layers", "draft_vocab")
+    if run.generation == 1 and (run.hidden_states, run.draft_vocab) != (None, None):
+        raise OutriderError("--hidden-states and --draft-vocab are EAGLE-3's: omit them with --generation 1")
+    check_sizes(run, "generation", "hidden_states", "draft_vocab")
     train_head("eagle", out, run, files, source, length)
 
 

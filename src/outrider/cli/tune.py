@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import progress, say
-from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, values_given, with_groups
+from outrider.cli.options import (
+    ModelOptions,
+    SamplingOptions,
+    check_counts,
+    flag,
+    given,
+    parse_k,
+    parse_list,
+    values_given,
+    with_groups,
+)
 from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located
 from outrider.errors import OutriderError
@@ -178,13 +188,13 @@ def plan_values(models: ModelOptions, chosen: Decision, search: Search) -> dict[
     """Return the plan's values: the chosen method, and the options of the models."""
     contender, known = chosen.chosen, search.llm.speculation.drafts
     takes_draft = not contender.is_plain and PROPOSERS.get(split_method(contender.method)[0]).takes_draft
-    given = values_given(models) | {
+    values = values_given(models) | {
         "target": models.target and movable(models.target),
         "draft": movable(models.draft) if takes_draft and models.draft else None,
         "method": with_drafts(contender.method, lambda draft: draft if draft in known else movable(draft)),
         "num_draft_tokens": contender.k,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def movable(source: str) -> str:
@@ -202,10 +212,7 @@ def read_space(options: SearchOptions) -> SearchSpace:
         if options.num_draft_tokens is None
         else tuple(k for k in parse_list("--num-draft-tokens", options.num_draft_tokens, parse_k) if isinstance(k, int))
     )
-    if min(batches) < 1 or min(lengths, default=1) < 1:
-        raise OutriderError(
-            "invalid --batch or --num-draft-tokens: expected integers of at least 1 (auto and plain decoding always run)"
-        )
+    check_counts(batch=min(batches), num_draft_tokens=min(lengths, default=1))
     return SearchSpace(lengths, batches, options.repeat)
 
 

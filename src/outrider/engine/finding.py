@@ -124,7 +124,7 @@ def choices(
             source = None if candidate.source is None else str(candidate.source)
             what = f"{candidate.what} {candidate.name}".strip()
             yield MethodChoice(candidate.method, source, f"{what} ({candidate.where})", is_found=True)
-    yield MethodChoice(DEFAULT_METHOD, None, f"{DEFAULT_METHOD}: no drafter was found for the target{absent}")
+    yield MethodChoice(DEFAULT_METHOD, None, f"{DEFAULT_METHOD}, because no drafter was found for the target{absent}")
 
 
 def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidate]:

@@ -176,7 +176,7 @@ class DraftOptions(MethodConfig):
     bits: int | None = option(
         int_choice(4, 8, 16),
         None,
-        "Bits per weight of the draft on a CPU; 16 keeps its weights (default: 4 if they exceed the caches, else 16).",
+        "Bits per weight of the draft on a CPU; 16 keeps its weights (default: 4 above 64 MB of weights, else 16).",
     )
 
 

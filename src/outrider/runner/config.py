@@ -71,7 +71,8 @@ class RunnerConfig(CheckedOptions):
     compile: str = option(
         choice("auto", "always", "never"),
         "auto",
-        "Compile the passes; auto: if compiled ones are cached, and before a long run.",
+        "Compile the passes; auto: if compiled ones are cached, and before a long run (default: auto; always in"
+        " compare, bench, tune, audit, demo and serve).",
         panel=MODELS,
         in_plan=True,
     )
@@ -79,7 +80,7 @@ class RunnerConfig(CheckedOptions):
     kv_memory: float | None = option(
         number(above=0, at_most=2**20),
         None,
-        "GiB limit of the target's KV cache (default: enough for max_batch sequences of max_len).",
+        "GiB limit of the target's KV cache (default: enough for --max-batch sequences of --max-len).",
         panel=LIMITS,
         in_plan=True,
     )

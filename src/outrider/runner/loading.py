@@ -62,17 +62,23 @@ def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None,
     return 4 if method_of(quantization) == "mxfp4" else 1  # transformers' own quantiser makes 16 bits of 4
 
 
-def refuse_too_large(source: str | Path, growth: float, reader: Format | None) -> None:
-    """Raise ``OutriderError`` if the weights in a local folder exceed the memory of this process.
+def bytes_in_memory(source: str | Path, growth: float, reader: Format | None) -> int:
+    """Return the bytes that the weights in a local folder take once they are loaded, at most.
 
-    ``growth``: see ``growth_of``; ``reader``: if it decodes the weights, which grow by their dtypes.
+    ``growth``: see ``growth_of``; ``reader``: if it decodes the weights, which grow by their dtypes. Raises ``OutriderError``
+    for broken files.
     """
-    needed = round(growth * weight_bytes(source))
-    if reader is not None:
-        try:
-            needed = reader.num_bytes(headers([str(file) for file in weight_files(source)]).values())
-        except OutriderError:  # broken files are reported when they are loaded
-            return
+    if reader is None:
+        return round(growth * weight_bytes(source))
+    return reader.num_bytes(headers([str(file) for file in weight_files(source)]).values())
+
+
+def refuse_too_large(source: str | Path, growth: float, reader: Format | None) -> None:
+    """Raise ``OutriderError`` if the weights in a local folder exceed the memory of this process; see ``bytes_in_memory``."""
+    try:
+        needed = bytes_in_memory(source, growth, reader)
+    except OutriderError:  # broken files are reported when they are loaded
+        return
     require_memory(needed, f"the weights in {source} take", "choose a smaller or a quantised checkpoint")
 
 

@@ -81,7 +81,7 @@ class EagleRun(CheckedOptions):
 
     generation: int = option(int_choice(1, 3), 3, "1 (EAGLE-1 and EAGLE-2, which share their weights) or 3.")
     steps: int | None = option(whole(1), None, "Depths trained per step (default: 5; EAGLE-1: 1).")
-    layers: tuple[int, ...] | None = option(
+    hidden_states: tuple[int, ...] | None = option(
         LAYERS, None, "Three hidden states for EAGLE-3, numbered as in transformers (default: 2, n/2, n-3)."
     )
     draft_vocab: int | None = option(
@@ -103,8 +103,9 @@ class EagleRun(CheckedOptions):
         super().__post_init__()
         if self.generation == 1 and "speculators" in self.format:
             raise OutriderError("EAGLE-1 heads support the native format only")
-        if self.generation == 3 and self.layers is not None and (len(self.layers), len({*self.layers})) != (3, 3):
-            raise OutriderError(f"invalid hidden states {self.layers}: EAGLE-3 reads three different ones, such as 2,7,11")
+        states = self.hidden_states
+        if self.generation == 3 and states is not None and (len(states), len({*states})) != (3, 3):
+            raise OutriderError(f"invalid hidden states {states}: EAGLE-3 reads three different ones, such as 2,7,11")
 
 
 @dataclass(frozen=True)

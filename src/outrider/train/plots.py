@@ -38,7 +38,7 @@ def draw(name: str, run: Path, folder: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        logger.warning("no loss curve: matplotlib is missing; %s", how_to_install("train"))
+        logger.warning("no loss curve: matplotlib is missing; %s", how_to_install("report"))
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

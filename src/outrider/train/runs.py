@@ -196,7 +196,7 @@ def eagle_sizes(options: EagleRun, runner: ModelRunner, seq_len: int) -> tuple[t
     vocab = None if options.generation == 1 else options.draft_vocab
     layers: tuple[int, ...] = (runner.num_layers,)
     if options.generation == 3:
-        layers = options.layers or default_hidden_states(runner.num_layers)
+        layers = options.hidden_states or default_hidden_states(runner.num_layers)
     check_steps(runner, layers, steps, seq_len)
     return layers, steps, reduced_vocab(vocab, runner)
 
@@ -225,7 +225,7 @@ def train_eagle(workspace: Workspace, out: Path, plan: HeadPlan, options: EagleR
         head = eagle_formats.load(options.start, runner, runner.model)
         eagle_formats.check_exportable(head.shape)
         head, generation = shapes.continued(head, runner), head.shape.generation
-        options = replace(options, generation=generation, layers=head.hidden_states if generation == 3 else None)
+        options = replace(options, generation=generation, hidden_states=head.hidden_states if generation == 3 else None)
     layers, steps, vocab = eagle_sizes(options, runner, workspace.seq_len)
     if head is None:
         shapes.check_new_eagle(runner, options.generation, layers, vocab)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import socket
 import sys
 from pathlib import Path
 
 import pytest
+from tiny_folder import make_folder
 
 from outrider.cli import main, session
+from outrider.cli.demo import load_track
 from outrider.cli.options import ModelOptions
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, requires
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -32,7 +36,13 @@ def test_missing_server_libraries_give_the_install_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "run pip install '.[serve]' in Outrider's folder" in refusal(capsys)
+    command = f"{shlex.quote(sys.executable)} -m pip install -e '.[serve]'"  # for this Python, also if another pip is on PATH
+    assert f"the demo requires uvicorn: run {command} in Outrider's folder" in refusal(capsys)
+
+
+def test_an_import_error_without_a_name_is_not_a_missing_package() -> None:
+    with pytest.raises(ModuleNotFoundError, match="Could not import"), requires("serve", "the demo"):
+        raise ModuleNotFoundError("Could not import module 'PreTrainedModel'")
 
 
 def test_unknown_methods_and_missing_drafts_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -50,5 +60,27 @@ def test_the_default_verifier_is_the_one_that_the_page_explains(
     def load(models: ModelOptions, *_: object, **__: object) -> None:
         raise OutriderError(f"verifier: {models.verifier}")
 
-    monkeypatch.setattr(session, "load", load)
+    monkeypatch.setattr(session, "load_plain", load)
     assert refusal(capsys, "--port", "0", *options) == f"error: verifier: {verifier}"
+
+
+def test_the_hub_stays_enabled_for_a_draft_that_is_loaded_after_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        raise OutriderError("loading the target")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(session, "check_source", lambda *_: None)
+    monkeypatch.setattr(session, "_loaded", load)
+    with pytest.raises(OutriderError, match="loading the target"):
+        load_track(ModelOptions(target=str(make_folder(tmp_path))), "draft:draft=nobody/nothing")
+    assert "HF_HUB_OFFLINE" not in os.environ
+
+
+def test_a_wrong_draft_is_refused_before_the_target_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "load_plain", lambda *_, **__: pytest.fail("the target was loaded"))
+    assert "no model folder './nowhere'" in refusal(capsys, "--port", "0", "--draft", "./nowhere")

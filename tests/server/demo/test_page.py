@@ -99,6 +99,25 @@ def test_the_slider_changes_acceptance_but_not_the_text(visitor: Visitor) -> Non
     assert visitor.page.locator("#lane-speculative .tok.corrected").count() > 10
 
 
+@pytest.mark.parametrize(
+    ("offer", "temperature", "note"),
+    [
+        ({}, 0.0, "Greedy: both texts must be equal."),
+        ({}, 0.8, "Two samples from one distribution: the texts differ."),
+        ({"same_text": True}, 0.8, "Samples with common random numbers: both texts must be equal."),
+        ({"lossless": False}, 0.0, "The verifier is lossy: the texts follow different distributions."),
+    ],
+)
+def test_the_note_on_the_temperature_says_whether_the_texts_differ(
+    visitor: Visitor, offer: dict[str, bool], temperature: float, note: str
+) -> None:
+    visitor.page.route("**/api/about", lambda route: route.fulfill(json=route.fetch().json() | offer))
+    visitor.page.reload()
+    visitor.page.locator("#method option").first.wait_for(state="attached")
+    visitor.page.locator("#temperature").fill(str(temperature))
+    visitor.see("#temperature-note", note)
+
+
 def test_charts_of_the_last_race_are_not_shown_for_the_next(visitor: Visitor) -> None:
     visitor.race()
     assert visitor.figure("alpha") == 100

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
-from outrider.errors import first_line, how_to_install
+from outrider.errors import first_line, requires
 from outrider.memory import gguf_parts
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import EXPERT_TENSOR, FACTORS, Architecture, Array
@@ -457,10 +457,8 @@ def _scaled(path: Path, tensors: dict[str, FileTensor], name: str, record: Archi
 
 def _read(path: Path) -> Any:
     """Return an open gguf.GGUFReader. Raises ``OutriderError``."""
-    try:
+    with requires("gguf", str(path)):
         reader_of = import_module("gguf").GGUFReader
-    except ImportError as error:
-        raise OutriderError(f"{path} needs the package gguf: {how_to_install('gguf')}") from error
     try:
         reader = _quick(reader_of)(path)
     except Exception as error:  # broken files fail in more ways than can be listed

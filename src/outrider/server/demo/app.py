@@ -88,7 +88,7 @@ class Demo:
     async def _stream(self, wanted: RaceRequest, prompt: list[int], scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events of a race. The visitor stays in the queue for as long as the connection lasts."""
         if len(self.line) >= MAX_WAITING:
-            full = f"{MAX_WAITING} visitors are already waiting: try again in a minute"
+            full = f"{MAX_WAITING - 1} visitors are already waiting: try again in a minute"
             await refusal(full, 429, {"Retry-After": "30"})(scope, receive, send)
             return
 

@@ -50,15 +50,19 @@ function describeForm() {
   byId("k-value").value = isAuto ? "auto" : byId("k").value;
   const temperature = Number(byId("temperature").value);
   byId("temperature-value").value = temperature.toFixed(1);
-  byId("temperature-note").textContent = temperature
-    ? "Two samples from one distribution: the texts differ."
-    : "Greedy: both texts must be equal.";
+  byId("temperature-note").textContent = temperatureNote(temperature);
   const accuracy = Number(byId("accuracy").value);
   byId("accuracy-value").value = `${accuracy}%`;
   byId("accuracy-note").textContent =
     accuracy === 100
       ? "The real draft. Move to the left to replace drafts by wrong tokens."
       : `${100 - accuracy}% of the drafts are replaced by wrong tokens. The output stays correct and becomes slower.`;
+}
+
+function temperatureNote(temperature) {
+  if (!offer.lossless) return "The verifier is lossy: the texts follow different distributions.";
+  if (temperature && !offer.same_text) return "Two samples from one distribution: the texts differ.";
+  return `${temperature ? "Samples with common random numbers" : "Greedy"}: both texts must be equal.`;
 }
 
 function fillForm() {
@@ -234,7 +238,7 @@ function judgement() {
   if (speedup) parts.push(speedup >= 1.005 ? `${speedup.toFixed(2)}× as fast.` : `${speedup.toFixed(2)}× the speed of plain decoding.`);
   const small = element("small");
   const same = result.first_difference === null;
-  if (wanted.temperature === 0 && offer.lossless) {
+  if (offer.lossless && (wanted.temperature === 0 || offer.same_text)) {
     small.textContent = same
       ? "The same text, token for token."
       : `The texts differ from token ${result.first_difference + 1} on, most likely because two logits are almost equal; check with outrider audit.`;
