@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.files import replaced
+from outrider.heads.checkpoint import named_errors
 from outrider.progress import reporting
 from outrider.train import distillation, plots
 from outrider.train.claims import check_or_record_identity, fingerprint
@@ -161,7 +162,8 @@ def average(shop: Workshop, others: Sequence[Path]) -> None:
     weights = [torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)["model"] for run in runs]
     mean = {name: torch.stack([each[name] for each in weights]).mean(0) for name in weights[0]}
     (shop.folder / "average").mkdir(exist_ok=True)
-    with replaced(shop.folder / "average" / "checkpoint.pt") as unfinished:
+    file = shop.folder / "average" / "checkpoint.pt"
+    with named_errors(file), replaced(file) as unfinished:
         torch.save({"model": mean, "runs": [str(run) for run in runs]}, unfinished)
 
 
@@ -199,7 +201,7 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
             written.append(continue_rows(teacher, batch, new_tokens, temperature, generator).cpu())
             show(sum(map(len, written)) / rows, {"rows": sum(map(len, written))})
     generated = torch.cat(written).to(torch.int32)
-    with replaced(path) as unfinished:
+    with named_errors(path), replaced(path) as unfinished:
         torch.save(generated, unfinished)
     return generated
 

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from outrider.files import replaced
+from outrider.heads.checkpoint import named_errors
 from outrider.progress import reporting
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.claims import check_or_record_identity, exclusive, fingerprint
@@ -53,6 +54,6 @@ def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens:
             written.append(regenerate(runner, part, PROMPT_LEN, temperature, SEED, folder, report))
     rows = torch.cat(written)
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
-    with replaced(path) as unfinished:
+    with named_errors(path), replaced(path) as unfinished:
         torch.save(rows, unfinished)
     return rows
