@@ -2,10 +2,9 @@
 
 import sys
 
-from transformers import AutoTokenizer
-
 from outrider import LLM, Context, Proposal, Proposer, SamplingParams, chain_proposal
 from outrider.family import TARGET
+from outrider.runner.tokenizers import load_tokenizer
 
 KNOWN = ["The capital of France is Paris.", "The capital of Italy is Rome.", "I do not know."]
 
@@ -32,7 +31,7 @@ class KnownAnswers(Proposer):
 
 
 def main(target: str | None = None) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(target or TARGET)
+    tokenizer = load_tokenizer(target or TARGET)
     proposer = KnownAnswers([tokenizer.encode(" " + sentence, add_special_tokens=False) for sentence in KNOWN])
     llm = LLM(target, proposer=proposer, num_draft_tokens=6)
     question = "Question: What is the capital of Italy?\nAnswer: The capital"

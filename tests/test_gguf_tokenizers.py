@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf")
@@ -17,6 +20,7 @@ from outrider.runner.loading import load_config  # noqa: E402
 from outrider.types import OutriderError  # noqa: E402
 
 NAME = "tokenizer.ggml."
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def loaded(folder, *args, **kwargs):
@@ -194,3 +198,9 @@ def test_a_file_that_names_no_end_of_text_has_none(tmp_path):
 
     gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), lambda _: Kind.F16, change)
     assert load_config(tmp_path / "model.gguf").eos_token_id is None
+
+
+def test_the_example_of_a_proposer_takes_gguf_files(tmp_path, capsys):
+    write(tmp_path)
+    runpy.run_path(str(EXAMPLES / "custom_proposer.py"))["main"](str(tmp_path / "model.gguf"))
+    assert "faults: 0" in capsys.readouterr().out

@@ -35,10 +35,10 @@ def how_to_install(extra: str) -> str:
 
 @contextmanager
 def requires(extra: str, what: str) -> Iterator[None]:
-    """Context manager for imports: name the command that installs a missing package. ``what``: beginning of the sentence."""
+    """Context manager for imports: name the command that installs a missing or old package. ``what`` begins the sentence."""
     try:
         yield
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if error.name is None:  # transformers raises it for failures of its own modules
             raise
         raise OutriderError(f"{what} requires {error.name}: {how_to_install(extra)}") from error

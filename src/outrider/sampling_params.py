@@ -93,7 +93,8 @@ class SamplingParams(CheckedOptions):
     seed: int | None = option(
         whole(-(2**63), 2**64 - 1),
         None,
-        "Sampling seed. The same seed gives the same text; with drafts only if method and K are fixed, or with --same-text.",
+        "Sampling seed. The same seed gives the same text; with drafts only with --same-text, or for a single sequence with "
+        "a fixed method and K.",
         panel=SAMPLING,
     )
     n: int = option(whole(1, 16384), 1, "Samples per prompt.")

@@ -363,6 +363,39 @@ def test_ctrl_c_ends_an_answer_of_a_chat_and_sigterm_the_chat(
     assert lines == ([] if code == 0 else ["/exit"])
 
 
+def chatting(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> tuple[int, str, list[str]]:
+    """Hold a conversation. Return its exit code, what it printed, and all texts of the last prompt."""
+    fitting, coming, said = chat._fitting_prompt, list(lines), []
+
+    def prompt(llm: LLM, history: list[dict[str, str]], max_tokens: int) -> list[int]:
+        said[:] = [turn["content"] for turn in history]
+        return fitting(llm, history, max_tokens)
+
+    monkeypatch.setattr("builtins.input", lambda _: coming.pop(0))
+    monkeypatch.setattr(chat, "_is_interactive", lambda message: True)
+    monkeypatch.setattr(chat, "_fitting_prompt", prompt)
+    command = ["chat", "--target", target, "--method", "plain", "--compile", "never", "--max-tokens", 9, "--ignore-eos"]
+    code, out, _ = outrider(*command)
+    return code, out, said
+
+
+def test_ctrl_c_during_the_summary_keeps_the_answer_in_the_conversation(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.cli.generate.summary", raising(KeyboardInterrupt))
+    code, out, said = chatting(outrider, target, monkeypatch, "hello", "again", "/exit")
+    assert code == 0 and said[::2] == ["hello", "again"]
+    assert said[1] and out.startswith(said[1])
+
+
+def test_sigterm_during_the_summary_of_an_interrupted_answer_ends_the_chat(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, 3)
+    monkeypatch.setattr("outrider.cli.generate.summary", raising(Terminated))
+    assert chatting(outrider, target, monkeypatch, "hello", "again", "/exit")[0] == 130
+
+
 def test_ctrl_c_keeps_the_json_document_complete(
     outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

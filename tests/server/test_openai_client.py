@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from toy import outputs_of
@@ -396,5 +397,22 @@ def test_a_schema_that_is_missing_means_any_object(served: Served) -> None:
 
 def test_states_are_read_without_a_body(served: Served) -> None:
     for path in ("/health", "/ready", "/metrics", "/v1/models"):
-        answer = httpx.head(served.url + path)
-        assert (answer.status_code, answer.content) == (200, b"")
+        assert httpx.head(served.url + path).status_code == 200
+
+
+def test_the_openapi_document_allows_the_fields_that_are_accepted_without_effect(served: Served) -> None:
+    parts = httpx.get(served.url + "/openapi.json").json()["components"]
+    block = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "content": [block]}
+    chat = {"messages": [message | {"parsed": {}}], "max_tokens": 1, "user": "ada", "metadata": {}, "prompt_cache_key": "c"}
+    streamed = {"stream": True, "stream_options": {"include_obfuscation": False}}
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "/v1/chat/completions": ("ChatBody", chat | streamed),
+        "/v1/responses": ("ResponseBody", {"input": "Hi", "max_output_tokens": 1, "max_tool_calls": 3, "client_metadata": {}}),
+        "/v1/messages": ("MessagesBody", {"messages": [message], "max_tokens": 1, "speed": "fast"}),
+    }
+    for path, (name, body) in bodies.items():
+        jsonschema.validate(body, {"$ref": f"#/components/schemas/{name}", "components": parts})
+        assert served.post(path, **body).status_code == 200, path
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(body | {"bogus": 1}, {"$ref": f"#/components/schemas/{name}", "components": parts})

@@ -301,6 +301,21 @@ async def test_an_unexpected_failure_does_not_end_the_pool(plain: LLM, faulty: C
         assert await pool.do({"of": "b"}, 1, ANYONE) == {}
 
 
+@pytest.mark.parametrize(("error", "reason"), [(MemoryError(), "MemoryError"), (TimeoutError(), "not ready after 60 s")])
+def test_the_reason_why_no_process_starts_is_logged(
+    plain: LLM, faulty: Callable[..., None], caplog: pytest.LogCaptureFixture, error: Exception, reason: str
+) -> None:
+    @in_loop
+    async def ask() -> None:
+        faulty(error)
+        async with started(schema_pool(plain)) as pool:
+            with pytest.raises(Stopping, match=f"cannot start a process to compile a JSON schema: {reason}$"):
+                await pool.do({"of": "a"}, 1, ANYONE)
+
+    ask()
+    assert f"cannot start a process to compile a JSON schema: {reason}" in caplog.messages
+
+
 @in_loop
 async def test_a_retried_job_that_has_failed_meanwhile_does_not_run(plain: LLM, faulty: Callable[..., None]) -> None:
     faulty(None, WorkerLost(-signal.SIGKILL), OSError("no memory"), None)

@@ -14,6 +14,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
@@ -32,10 +33,10 @@ from outrider.server.completions import CompletionBody
 from outrider.server.config import Client, KeyRing
 from outrider.server.gate import CLOSED, JsonLines
 from outrider.server.grammar import GrammarCompiler
-from outrider.server.protocol import ChatBody
+from outrider.server.protocol import ChatBody, StreamOptions
 from outrider.server.responses import ResponseBody
 from outrider.server.run import GracefulServer
-from outrider.server.service import _whole
+from outrider.server.service import EventStream, RunningAnswer, _whole
 from outrider.types import OutriderError, Proposal
 
 from .served import Served, Slow, call, serving, until
@@ -80,7 +81,7 @@ def test_a_disconnect_during_tokens_ends_the_request(turns: int) -> None:
     class Answering:
         close = staticmethod(stream.close)
 
-        async def chunks(self) -> AsyncIterator[Emission]:
+        async def chunks(self) -> AsyncIterator[Emission | None]:
             async for emission in stream:
                 yield emission
 
@@ -119,7 +120,7 @@ def test_tokens_within_the_interval_are_sent_together_but_an_end_at_once(monkeyp
 
         telling = asyncio.ensure_future(tell())
         async for each in stream:
-            assert len(each.origins) == len(each.token_ids) == len(each.logprobs or ())
+            assert each is not None and len(each.origins) == len(each.token_ids) == len(each.logprobs or ())
             seen.append((asyncio.get_running_loop().time() - started, each.request_id, each.text))
         await telling
         return seen
@@ -168,6 +169,44 @@ def test_a_silent_stream_gets_pings(
     events = said.replace(ping, "").removesuffix("\n\n").split("\n\n")
     whole = small.post(f"/v1/{path}", stream=True, max_tokens=9, **body).text
     assert len(events) > 1 and events[-1] == whole.removesuffix("\n\n").split("\n\n")[-1] and "error" not in said
+
+
+def test_a_stream_whose_text_is_held_back_gets_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("bridge", "service"):
+        monkeypatch.setattr(f"outrider.server.{name}.monotonic", lambda: asyncio.get_running_loop().time())
+
+    class Holding:
+        """Answer of one choice that shows no text before its end."""
+
+        choices = (SimpleNamespace(request_id="r", finish_reason="stop", token_ids=[]),)
+        ping, ends_with_done = b"ping", False
+        opening = staticmethod(lambda: [{}])
+        add = staticmethod(lambda index, emission: emission)
+        usage = staticmethod(lambda: {"prompt_tokens": 1, "completion_tokens": 1})
+        events = staticmethod(lambda index, chunk: [{}] if chunk.finish_reason else [])
+
+    async def run() -> list[tuple[float, bytes]]:
+        now = asyncio.get_running_loop().time
+        started, seen = now(), []
+        stream = Stream(SimpleNamespace(), ["r"], started + 100)  # type: ignore[arg-type]
+        call = SimpleNamespace(arrived=started, log_fields={})
+        running = RunningAnswer(stream, Holding(), call, MagicMock(), SamplingParams())  # type: ignore[arg-type]
+
+        async def tell() -> None:
+            for number in range(1, 9):
+                await asyncio.sleep(5.0)
+                end = "stop" if number == 8 else None
+                stream.put(Emission("r", [5], ["plain"], "a", None, end, None, None, GenerationStats()))
+
+        telling = asyncio.ensure_future(tell())
+        async for event in EventStream(running, StreamOptions()).body_iterator:
+            seen.append((now() - started, bytes(event)))  # type: ignore[arg-type]
+        await telling
+        return seen
+
+    opening, *pings, end = virtual.run(run())
+    assert pings == [(pytest.approx(15.0), b"ping"), (pytest.approx(30.0), b"ping")]
+    assert opening[0] == 0 and end[0] == pytest.approx(40.0)
 
 
 def test_one_client_does_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def command(
         from outrider.bench.load.sweep import Sweep
     check_outputs({"--out": result.out}, [plan, load.prompts])
     traffic, loads = read_traffic(load), read_loads(load)
-    read_option(SamplingParams, "seed", load.seed + max(map(traffic.count, loads)) - 1)  # conversations have consecutive seeds
+    check_seeds(load.seed, max(map(traffic.count, loads)))
     with address(server, plan, models, methods) as url:
         headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
         sweep = Sweep(modes(url, server.plain_url, headers), loads, traffic, headers)
@@ -137,6 +137,15 @@ def read_traffic(load: LoadOptions) -> Traffic:
         rest=load.rest,
         seed=load.seed,
     )
+
+
+def check_seeds(seed: int, count: int) -> None:
+    """Raise ``OutriderError`` if the seed of the last of ``count`` conversations is too large: seeds are consecutive."""
+    last = seed + count - 1
+    if last >= 2**64:
+        raise OutriderError(
+            f"invalid --seed {seed}: {count} conversations have the seeds {seed} to {last}, expected at most 2^64 - 1"
+        )
 
 
 def read_loads(load: LoadOptions) -> list[Load]:

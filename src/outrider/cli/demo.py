@@ -91,8 +91,11 @@ def load_track(models: ModelOptions, methods: str | None) -> Track:
     from outrider.cli.session import auto_method, load_plain, named_methods, resolve
     from outrider.server.demo.track import Track
 
-    resolve(models, MethodOptions())  # checks the draft, which is loaded after the target
-    wanted = named_methods(methods, models)[1] if methods is not None else []
+    wanted = []
+    if methods is not None:
+        wanted = named_methods(methods, models)[1]
+    else:
+        resolve(models, MethodOptions())  # checks the draft, which is loaded after the target
     models = replace(models, verifier=models.verifier or VERIFIER)
     llm = load_plain(models, wanted, max_batch=2)
     offered = wanted

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 from collections import Counter
@@ -86,26 +87,33 @@ class Stream:
         self._deadline, self._interval = deadline, interval
         self._held: dict[str, Emission] = {}  # request id -> merged emission
         self._due = 0.0  # when to send the held emissions
+        self.ping_due = math.inf  # when to yield None, in seconds of ``time.monotonic``
         self._timer: asyncio.TimerHandle | None = None
         self._woken = asyncio.Event()
         self._is_stopped = False
 
-    async def __aiter__(self) -> AsyncIterator[Emission]:
-        """Yield emissions. Raises ``TimeoutError`` at the deadline, and ``Stopping`` after ``stop``."""
-        late = asyncio.get_running_loop().call_later(max(self._deadline - monotonic(), 0.0), self._woken.set)
-        try:
-            while self._open:
+    async def __aiter__(self) -> AsyncIterator[Emission | None]:
+        """Yield emissions, and None at ``ping_due``, which the caller then sets to a later time.
+
+        Raises ``TimeoutError`` at the deadline, and ``Stopping`` after ``stop``.
+        """
+        loop = asyncio.get_running_loop()
+        while self._open:
+            wake = loop.call_later(max(min(self._deadline, self.ping_due) - monotonic(), 0.0), self._woken.set)
+            try:
                 await self._woken.wait()
-                for emission in self._taken():
-                    if emission.finish_reason is not None:
-                        self._open.discard(emission.request_id)
-                    yield emission
-                if self._open and self._is_stopped:
-                    raise Stopping
-                if self._open and monotonic() >= self._deadline:
-                    raise TimeoutError
-        finally:
-            late.cancel()
+            finally:
+                wake.cancel()
+            for emission in self._taken():
+                if emission.finish_reason is not None:
+                    self._open.discard(emission.request_id)
+                yield emission
+            if self._open and self._is_stopped:
+                raise Stopping
+            if self._open and monotonic() >= self._deadline:
+                raise TimeoutError
+            if self._open and monotonic() >= self.ping_due:
+                yield None
 
     def put(self, emission: Emission) -> None:
         before = self._held.get(emission.request_id)

@@ -218,7 +218,7 @@ class TokenMatcher:
             if self._seconds_left < 0:
                 raise schemas.unsupported(schemas.SLOW)
         except OutriderError as error:
-            if not path:  # a failure after drafts ends no output: they may be rejected
+            if not path:  # drafts may be rejected: a failure after them ends no output
                 self._grammar.refusal = str(error)
             raise
         return self._masks[key]

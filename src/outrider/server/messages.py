@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from outrider.errors import OutriderError
 from outrider.options import INT32
+from outrider.server.formats import with_thinking
 from outrider.server.mistakes import as_chat, known, refused, type_of
 from outrider.server.protocol import (
     MAX_MESSAGES,
@@ -26,7 +27,6 @@ from outrider.server.protocol import (
     Variables,
     at_most,
     check_json,
-    with_thinking,
 )
 
 if TYPE_CHECKING:

@@ -212,9 +212,12 @@ class WorkerPool:
             try:
                 worker = await Worker.start(self._setup)
             except Exception as error:  # whatever it is, the next attempt may succeed
+                reason = one_line(str(error)) or type(error).__name__
+                if isinstance(error, TimeoutError):
+                    reason = f"not ready after {START_SECONDS:g} s"
                 if self._start_error is None:
-                    logger.error("cannot start a process to %s: %s", self._what, error)
-                self._start_error = one_line(str(error)) or f"not ready after {START_SECONDS:g} s"
+                    logger.error("cannot start a process to %s: %s", self._what, reason)
+                self._start_error = reason
                 for each in [*self._waiting, *([] if task is None else [task])]:
                     each.end(Stopping(self.start_error or ""))
                 await asyncio.sleep(RETRY_SECONDS)

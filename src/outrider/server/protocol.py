@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 
 from outrider.engine.options import Speculation
 from outrider.engine.prompts import arguments_of, for_template, shown_tool
 from outrider.options import INT32, declared, shown
 from outrider.registry import PLAIN
-from outrider.server.formats import MAX_NAME
+from outrider.server.formats import MAX_NAME, with_thinking
 from outrider.server.parameters import calls_schema, levels
 from outrider.types import Grammar, OutriderError, SamplingParams
 
@@ -25,7 +25,6 @@ MAX_BIASES = 4096
 MAX_MESSAGES = 4096  # of a conversation, and parts of a message
 MAX_TOOLS = 256  # of a call, and tool calls of a message
 OWN_VARIABLES = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
-THINKING_VARIABLES = "enable_thinking", "thinking"  # of chat templates; false: no reasoning
 MAX_DEPTH = 64  # of parameters and arguments of tools
 
 
@@ -73,13 +72,6 @@ def _variables(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def with_thinking(variables: dict[str, Any], is_thinking: bool | None) -> dict[str, Any]:
-    """Return variables for a chat template with reasoning on or off, unless they set it already."""
-    if is_thinking is None or not variables.keys().isdisjoint(THINKING_VARIABLES):
-        return variables
-    return dict.fromkeys(THINKING_VARIABLES, is_thinking) | variables
-
-
 def _arguments(text: str) -> str:
     """Replace the arguments of a call that no template can show, such as truncated ones, by none."""
     try:
@@ -122,6 +114,13 @@ class Body(BaseModel):
         if len(body) > MAX_FIELDS:
             raise ValueError(f"too many fields in an object: the limit is {MAX_FIELDS}")
         return {name: value for name, value in body.items() if value is not None and name not in cls.ignored}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON schema of the OpenAPI document, which allows the ignored fields, too."""
+        shown = handler.resolve_ref_schema(handler(schema))
+        shown["properties"] = {name: {} for name in sorted(cls.ignored)} | shown.get("properties", {})
+        return shown
 
 
 class StreamOptions(Body):
@@ -176,10 +175,10 @@ ResponseFormat = Annotated[SimpleFormat | JsonSchemaFormat, Field(discriminator=
 class SamplingFields(Body):
     """Fields common to both kinds of completion. The defaults are those of ``SamplingParams``."""
 
-    ignored = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}) | {
-        "prompt_cache_key",
-        "prompt_cache_retention",
-    }
+    ignored = frozenset({
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prediction",
+        "prompt_cache_key", "prompt_cache_retention",
+    })  # fmt: skip
     model: Text | None = None
     temperature: float = sampling_field("temperature")
     top_p: float = sampling_field("top_p")
@@ -479,8 +478,8 @@ class ChatBody(SamplingFields):
         """The variables for the chat template. Without effort templates that know a switch disable reasoning."""
         named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         given = {name: value for name, value in named.items() if value is not None}
-        is_thinking = False if self.reasoning_effort == "none" else None
-        return given | with_thinking(self.chat_template_kwargs, is_thinking)
+        variables = self.chat_template_kwargs
+        return given | (with_thinking(variables, False) if self.reasoning_effort == "none" else variables)
 
     @property
     def is_json(self) -> bool:

@@ -25,9 +25,19 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from outrider.engine.prompts import check_takes_tools, template_of
 from outrider.runner.tokenizers import special_ids
 from outrider.server.calls import as_json, flat, json_values, name_and_arguments, plain_json, python_calls
-from outrider.server.formats import CALLS, END_REASONING, OPENINGS, PREAMBLES, REASONING, THINKING, Preamble, form_of
+from outrider.server.formats import (
+    CALLS,
+    END_REASONING,
+    OPENINGS,
+    PREAMBLES,
+    REASONING,
+    THINKING,
+    THINKING_VARIABLES,
+    Preamble,
+    form_of,
+)
 from outrider.server.parameters import typed
-from outrider.server.protocol import THINKING_VARIABLES, ChatBody
+from outrider.server.protocol import ChatBody
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:

@@ -227,7 +227,7 @@ class ResponseBody(SamplingFields):
     """Body of ``POST /v1/responses``."""
 
     # of OpenAI's own tools, and of Codex; metadata are repeated in the response
-    ignored = SamplingFields.ignored - {"metadata"} | {"max_tool_calls", "client_metadata"}
+    ignored = (SamplingFields.ignored - {"metadata"}) | {"max_tool_calls", "client_metadata"}
     input: Text | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "items")]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT32)

@@ -261,10 +261,13 @@ class RunningAnswer:
         self._index = {completion.request_id: index for index, completion in enumerate(answer.choices)}
         self._last: dict[int, float] = {}
 
-    async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
-        """Iterate over (choice, chunk). Raises ``OutriderError`` if the target failed."""
+    async def chunks(self) -> AsyncIterator[tuple[int, Chunk] | None]:
+        """Iterate over (choice, chunk), and None when a ping is due. Raises ``OutriderError`` if the target failed."""
         try:
             async for emission in self._stream:
+                if emission is None:
+                    yield None
+                    continue
                 index = self._index[emission.request_id]
                 chunk = self.answer.add(index, emission)
                 self._record_latencies(index, chunk)
@@ -273,6 +276,10 @@ class RunningAnswer:
                 yield index, chunk
         finally:
             self.close()
+
+    def postpone_ping(self) -> None:
+        """Let a ping be due ``PING_INTERVAL`` seconds from now."""
+        self._stream.ping_due = monotonic() + PING_INTERVAL
 
     def _failure(self, error: str) -> OutriderError:
         """Return the exception for an output that ended with an error: its cause may be the request."""
@@ -365,7 +372,7 @@ class EventStream(StreamingResponse):
     def __init__(self, running: RunningAnswer, options: StreamOptions) -> None:
         self._running, self._options = running, options
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the second one is for nginx
-        super().__init__(self._with_pings(), media_type="text/event-stream", headers=headers)
+        super().__init__(self._events(), media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -373,33 +380,25 @@ class EventStream(StreamingResponse):
         finally:
             self._running.close()
 
-    async def _with_pings(self) -> AsyncIterator[bytes]:
-        """Iterate over the events, with a ping after each ``PING_INTERVAL`` seconds without one."""
-        events = self._events()
-        while True:
-            coming = asyncio.ensure_future(anext(events, None))
-            try:
-                while not (await asyncio.wait([coming], timeout=PING_INTERVAL))[0]:
-                    yield self._running.answer.ping
-            finally:
-                coming.cancel()  # if the client has disconnected
-            event = coming.result()
-            if event is None:
-                return
-            yield event
-
     async def _events(self) -> AsyncIterator[bytes]:
+        """Iterate over the events, with a ping after each ``PING_INTERVAL`` seconds without one."""
         answer = self._running.answer
         is_counting = self._options.include_usage and self._options.continuous_usage_stats
+
+        def encoded(event: dict[str, Any]) -> bytes:
+            return _event({**event, "usage": answer.usage()} if is_counting else event)
+
         for opening in answer.opening():
-            yield _event({**opening, "usage": answer.usage()} if is_counting else opening)
+            yield encoded(opening)
+        self._running.postpone_ping()
         try:
-            async for index, chunk in self._running.chunks():
-                for event in answer.events(index, chunk):
-                    yield _event({**event, "usage": answer.usage()} if is_counting else event)
+            async for each in self._running.chunks():
+                for event in [answer.ping] if each is None else map(encoded, answer.events(*each)):
+                    yield event
+                    self._running.postpone_ping()  # not after a chunk without events, whose text is held back
         except (TimeoutError, OutriderError) as error:
-            for event in answer.failure(*as_http_error(error)[:2]):
-                yield _event(event)
+            for failure in answer.failure(*as_http_error(error)[:2]):
+                yield _event(failure)
             return
         if self._options.include_usage:
             yield _event(answer.usage_chunk())

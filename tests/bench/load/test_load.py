@@ -333,7 +333,8 @@ def test_the_largest_seed_is_checked_before_a_server_starts(
 ) -> None:
     monkeypatch.setattr(bench_serve, "address", lambda *given: pytest.fail("it was started"))
     assert main(["bench", "serve", f"--seed={2**64 - 2}", "--concurrency", "1", "--requests", "3"]) == 2
-    assert f"error: invalid --seed {2**64}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"error: invalid --seed {2**64 - 2}: 3 conversations have the seeds {2**64 - 2} to {2**64}, expected at most" in said
 
 
 def test_the_document_and_the_table_name_the_worst_cell() -> None:

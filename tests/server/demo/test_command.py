@@ -45,6 +45,11 @@ def test_an_import_error_without_a_name_is_not_a_missing_package() -> None:
         raise ModuleNotFoundError("Could not import module 'PreTrainedModel'")
 
 
+def test_a_package_that_is_too_old_is_named() -> None:
+    with pytest.raises(OutriderError, match="the demo requires json: run"), requires("serve", "the demo"):
+        from json import a_newer_function  # type: ignore[attr-defined] # noqa: F401
+
+
 def test_unknown_methods_and_missing_drafts_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert "unknown method 'magic'" in refusal(capsys, "--port", "0", "--method", "magic")
@@ -77,6 +82,19 @@ def test_the_hub_stays_enabled_for_a_draft_that_is_loaded_after_the_target(
     with pytest.raises(OutriderError, match="loading the target"):
         load_track(ModelOptions(target=str(make_folder(tmp_path))), "draft:draft=nobody/nothing")
     assert "HF_HUB_OFFLINE" not in os.environ
+
+
+@pytest.mark.parametrize("methods", [None, "suffix"])
+def test_options_are_resolved_once_before_the_target_is_loaded(methods: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise OutriderError("loading the target")
+
+    resolve, calls = session.resolve, []
+    monkeypatch.setattr(session, "resolve", lambda *given: calls.append(given) or resolve(*given))
+    monkeypatch.setattr(session, "load_plain", load)
+    with pytest.raises(OutriderError, match="loading the target"):
+        load_track(ModelOptions(), methods)
+    assert len(calls) == 1
 
 
 def test_a_wrong_draft_is_refused_before_the_target_is_loaded(
