@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.app import Terminated
 from outrider.cli.console import err, legend, painter_for, say, summary, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
 from outrider.errors import OutriderError, errors_as, requires, without_path
@@ -93,7 +94,7 @@ def grammar_of(schema: dict[str, Any], llm: LLM) -> Grammar:
 def stream_to_screen(
     llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool
 ) -> tuple[str, KeyboardInterrupt | None]:
-    """Stream to stdout, then print a summary to stderr. Returns the text, and the interrupt that ended it early or None."""
+    """Stream to stdout, then print a summary to stderr. Returns the text, and an interrupt or None."""
     from outrider.cli.session import streamed
 
     painter = painter_for(llm) if show else None
@@ -108,21 +109,30 @@ def stream_to_screen(
                 sys.stdout.flush()
     except KeyboardInterrupt as error:
         interrupt = error
-        err.print("\n[dim]stopped[/]")
     except OutriderError:  # of the target, which failed in the middle
         if text:
             print(flush=True)
         raise
-    print(flush=True)
-    if painter is not None:
-        err.print(legend())
-    if last is not None:
-        if last.finish_reason == "length" and last.stats.num_tokens < params.max_tokens:
-            say(f"the text ends because the context of {llm.runner.max_len} tokens is full: --max-len sets it")
-        err.print(summary(last.stats, perf_counter() - started), soft_wrap=True)
-        if llm.runner.passes.could_compile:
-            say("passes were not compiled: --compile always compiles them once for all later runs, which are then faster")
+    try:
+        if interrupt is not None:
+            err.print("\n[dim]stopped[/]")
+        print(flush=True)
+        if painter is not None:
+            err.print(legend())
+        if last is not None:
+            _summarize(llm, last, params, perf_counter() - started)
+    except KeyboardInterrupt as error:  # the text is complete: chat keeps it
+        interrupt = interrupt if isinstance(interrupt, Terminated) else error
     return text, interrupt
+
+
+def _summarize(llm: LLM, last: Chunk, params: SamplingParams, elapsed: float) -> None:
+    """Print the statistics after the text, and what the user could change. ``elapsed``: in seconds."""
+    if last.finish_reason == "length" and last.stats.num_tokens < params.max_tokens:
+        say(f"the text ends because the context of {llm.runner.max_len} tokens is full: --max-len sets it")
+    err.print(summary(last.stats, elapsed), soft_wrap=True)
+    if llm.runner.passes.could_compile:
+        say("passes were not compiled: --compile always compiles them once for all later runs, which are then faster")
 
 
 def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:

@@ -81,14 +81,15 @@ class Deployment:
         """Return the tokens at which Outrider ends a text, in order."""
         from transformers import GenerationConfig
 
-        from outrider.engine.config import load_tokenizer, states_eos, united_eos
+        from outrider.engine.config import load_tokenizer, united_eos
         from outrider.runner.loading import load_config
 
-        sources: list[object] = []
-        with suppress(OSError, ValueError):  # not every model has this file
-            sources.append(GenerationConfig.from_pretrained(self.target))
-        if not sources or states_eos(self.target):
-            sources += [load_config(self.target), self.config]
+        config = load_config(self.target)
+        try:
+            generation = GenerationConfig.from_pretrained(self.target)
+        except (OSError, ValueError):  # not every model has this file
+            generation = GenerationConfig.from_model_config(config)
+        sources: list[object] = [generation, config]
         with suppress(OutriderError):
             sources.append(load_tokenizer(self.target))
         return sorted(united_eos(sources))
