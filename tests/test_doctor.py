@@ -166,6 +166,9 @@ def test_quantised_weights_are_counted_as_they_are_in_memory(target, monkeypatch
     monkeypatch.setattr(doctor, "free_memory", lambda: 1000)
     packed = check_draft(DoctorOptions(str(target), "ngram", {**OPTIONS, "weights": "int4"}, SHORT))
     assert level_of(packed, "memory") is None and packed.acceptance is not None
+    options = {**OPTIONS, "weights": "int4", "draft": str(target)}
+    drafts = check_draft(DoctorOptions(str(target), "draft", options, SHORT))
+    assert text_of(drafts, "memory").startswith("the draft's weights take ")
 
 
 def test_the_targets_own_methods_are_examined_by_their_own_checks(target):

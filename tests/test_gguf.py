@@ -668,6 +668,12 @@ def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert re.search(r"requires gguf: run \S+ -m pip install -e '\.\[gguf\]' in Outrider's folder", refusal(path))
 
+    def fail(_: str) -> None:
+        raise ImportError("broken\nin two lines")
+
+    monkeypatch.setattr("outrider.runner.gguf.file.import_module", fail)
+    assert refusal(path) == f"cannot read {path}: broken"
+
 
 def test_entries_that_an_architecture_needs_are_named_if_they_are_missing_or_of_another_kind(unread, tmp_path):
     path, models = tmp_path / "model.gguf", {name: gguf_files.make_model(name) for name in ("gemma3", "gemma4", "phi3")}

@@ -106,6 +106,24 @@ def test_without_the_hub_the_cache_is_searched(monkeypatch, tmp_path):
         hub.local_gguf("a/b-GGUF:F16")
 
 
+def test_a_hub_that_fails_is_named_although_it_counts_as_reachable(monkeypatch, tmp_path):
+    """As with a proxy, behind which every hub counts as reachable."""
+    monkeypatch.setattr(hub, "offline_reason", lambda: "")
+    monkeypatch.setattr(hub, "_listed", lambda *_: None)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(OutriderError, match="nor in the download cache, and the Hugging Face hub fails: check the name"):
+        hub.local_gguf("a/b-GGUF")
+    for repository, name in (("a--b-GGUF", "b-Q8_0.gguf"), ("a--c", "config.json")):
+        folder = tmp_path / f"models--{repository}"
+        (folder / "snapshots" / "c0").mkdir(parents=True)
+        (folder / "snapshots" / "c0" / name).write_text("{}")
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("c0")
+    for load, source in ((hub.local_gguf, "a/b-GGUF:F16"), (hub.fetch_weights, "a/c"), (hub.fetch, "a/d")):
+        with pytest.raises(OutriderError, match="in the download cache, and the Hugging Face hub fails"):
+            load(source)
+
+
 def test_a_cached_file_has_a_hub_id_if_it_is_the_newest(monkeypatch, tmp_path):
     repository = tmp_path / "hub" / "models--a--b-GGUF"
     (repository / "refs").mkdir(parents=True)

@@ -126,17 +126,21 @@ def test_weights_larger_than_memory_are_rejected_before_loading(tmp_path: Path, 
         LLM(str(make_folder(tmp_path / "target")))
 
 
-def test_only_the_float8_weights_of_a_checkpoint_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "bytes_of_16_bits"), [("auto", 2), ("float16", 2), ("float32", 4), (torch.float32, 4)])
+def test_only_float8_and_converted_weights_of_a_checkpoint_grow(
+    dtype: torch.dtype | str, bytes_of_16_bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = {
         "embed.weight": torch.zeros(100, 10, dtype=torch.bfloat16),
         "a.weight": torch.zeros(10, 10).to(torch.float8_e4m3fn),
     }
     save_file(tensors, tmp_path / "model.safetensors")
     reader = FORMATS["fp8"]({"quant_method": "fp8"})
-    for total, is_refused in ((2000 + 4 * 100, False), (2000 + 4 * 100 - 1, True)):
+    needed = 1000 * bytes_of_16_bits + 100 * 4
+    for total, is_refused in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(memory, "total_memory", lambda total=total: total)
         with pytest.raises(OutriderError, match=r"the weights in .* take") if is_refused else nullcontext():
-            loading.refuse_too_large(tmp_path, reader.growth, reader)
+            loading.refuse_too_large(tmp_path, reader.growth, reader, dtype)
 
 
 def test_weights_that_are_not_loaded_are_not_counted(tmp_path: Path) -> None:

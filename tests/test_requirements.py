@@ -54,15 +54,19 @@ def test_licences_are_listed(name: str) -> None:
     assert "not named" not in page
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # the terminal is closed
-def test_announce_ends_with_all_processes_that_it_started(number: int) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_announce_ends_with_all_processes_that_it_started(sent: signal.Signals) -> None:
     """Ctrl-C in ``make run`` left pip running. All of them keep standard error open, so its end shows theirs."""
     command = ["sh", "-c", "echo started; sleep 60 & sleep 60; wait"]
-    process = subprocess.Popen([ROOT / "scripts" / "announce", "waiting", *command], stderr=subprocess.PIPE, text=True)
+    handler = signal.signal(sent, signal.SIG_DFL)  # the shell cannot trap a signal that is ignored when it starts
+    try:
+        process = subprocess.Popen([ROOT / "scripts" / "announce", "waiting", *command], stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(sent, handler)
     assert process.stderr is not None
     while process.stderr.readline() != "started\n":
         pass
-    process.send_signal(number)
+    process.send_signal(sent)
     process.communicate(timeout=20)
     assert process.returncode == 130
 

@@ -111,9 +111,8 @@ def test_tokenizers_without_files_in_common_cannot_be_compared(tmp_path):
     for name, file in (("target", "tekken.json"), ("draft", "tokenizer.json")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text('{"model": {"vocab": {}}}')
-    with pytest.raises(OutriderError, match=r"the tokenizers cannot be compared: .*target has no tokenizer.json") as error:
+    with pytest.raises(DifferentVocabulary, match=r"the tokenizers cannot be compared: .*target has no tokenizer.json"):
         check_same_files(tmp_path / "target", tmp_path / "draft")
-    assert not isinstance(error.value, DifferentVocabulary)  # method auto logs only misfits of the same family
 
 
 def test_the_chat_template_may_be_in_a_file_of_its_own(tmp_path):
@@ -121,7 +120,7 @@ def test_the_chat_template_may_be_in_a_file_of_its_own(tmp_path):
     make_tokenizer(chat_template=None).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert not load_tokenizer(tmp_path).chat_template
-    for content in ("{", "[]", '{"template": "no"}'):
+    for content in ("{", "[" * 100_000, "[]", '{"template": "no"}', '{"chat_template": null}', '{"chat_template": ["no"]}'):
         (tmp_path / "chat_template.json").write_text(content)
         assert not load_tokenizer(tmp_path).chat_template
     (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.measure import Run, generate
 from outrider.bench.workloads import builtin, encode
@@ -23,6 +21,7 @@ from outrider.memory import free_memory, size, weight_bytes
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import Setting
 from outrider.registry import PLAIN, PROPOSERS
+from outrider.runner.config import torch_device
 from outrider.runner.loading import bytes_in_memory, growth_of, load_config, model_class, num_experts, text_config
 from outrider.runner.rounding import choose_reader
 from outrider.types import Finding, OutriderError, SamplingParams
@@ -177,7 +176,7 @@ def _measured(
     assert isinstance(k, int) and isinstance(longest, int)
     report.acceptance = found = _acceptance(plain, drafted, len(prompts), k, longest)
     if drafted.faults:
-        yield Finding("wrong", "drafting", f"the proposer failed in {drafted.faults} rounds, which continued without drafts")
+        yield Finding("wrong", "drafting", f"the proposer failed {drafted.faults} time(s), and plain decoding continued")
     first = found.by_position[0] if found.by_position else 0.0
     if not found.by_position:
         yield Finding("note", "acceptance", "nothing was drafted on these prompts, so acceptance is unknown")
@@ -255,23 +254,24 @@ def _is_significant(better: Run, drafted: Run) -> bool:
 def _memory_needed(checked: DoctorOptions, drafts: list[Any]) -> Iterator[Finding]:
     """Report whether weights in local folders fit into free memory.
 
-    Not those of a target to be quantised: their packed file may be in the cache, and its loader checks the memory.
+    The weights of a target to be quantised are not counted: their packed file may be in the cache, and its loader checks the
+    memory.
     """
     needed = sum(weight_bytes(source) for source in drafts if isinstance(source, (str, Path)))
-    if isinstance(checked.target, (str, Path)) and not checked.options.get("weights"):
+    whose = "draft's " if checked.options.get("weights") else ""
+    if isinstance(checked.target, (str, Path)) and not whose:
         needed += _bytes_of_target(checked.target, checked.options)
     free = free_memory()
     if needed and free is not None:
-        text = f"the weights take {size(needed)}; {size(free)} of memory are free"
+        text = f"the {whose}weights take {size(needed)}; {size(free)} of memory are free"
         yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", text)
 
 
 def _bytes_of_target(target: str | Path, options: dict[str, Any]) -> int:
-    named = options.get("device", "auto")
-    device = torch.device(named if named != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    device, dtype = torch_device(options.get("device", "auto")), options.get("dtype", "auto")
     config = load_config(target, options.get("trust_remote_code", False))
     reader = choose_reader(str(target), config, model_class(config), device)
-    return bytes_in_memory(target, growth_of(config, reader, None, options.get("dtype", "auto")), reader)
+    return bytes_in_memory(target, growth_of(config, reader, None, dtype), reader, dtype)
 
 
 def _weights_in_memory(runner: ModelRunner) -> Finding:

@@ -29,7 +29,6 @@ from outrider.memory import (
     WEIGHT_NAMES,
     indexed_files,
     on_this_machine,
-    preferred,
     require_disk,
     require_memory,
     size,
@@ -45,6 +44,7 @@ Source = TypeVar("Source")
 CONFIG = ("config.json",)
 TOKENIZER = (*CONFIG, "tokenizer_config.json", "tokenizer.json")
 SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # endings of the files beside the weights that are read
+FAILS = "the Hugging Face hub fails"  # if it counts as reachable: a proxy is down, or it answers with an error
 CHUNK = 1 << 18  # bytes that are written at once; the hub client's 10 MiB hide the progress of a slow download
 
 # hub id, and quantisation or file; without these the id must say that it is one of GGUF files
@@ -82,7 +82,7 @@ def _files_of_named(repo_id: str, quantisation: str | None) -> tuple[Repository 
     try:
         return None, files_of_quantisation(repo_id, names, quantisation)
     except OutriderError as error:
-        raise OutriderError(f"{error} in the download cache, and {offline_reason()}") from None
+        raise OutriderError(f"{error} in the download cache, and {_why_cached()}") from None
 
 
 def is_gguf_id(source: object) -> bool:
@@ -122,7 +122,7 @@ def _cached(repo_id: str) -> Path:
 def not_cached(repo_id: str, file: str = "") -> OutriderError:
     """Return the error for a repository that is needed and cannot be downloaded. ``file``: end of the command's example."""
     return OutriderError(
-        f"no model {repo_id!r}: it is neither a local folder nor in the download cache, and {offline_reason()}: check the name,"
+        f"no model {repo_id!r}: it is neither a local folder nor in the download cache, and {_why_cached()}: check the name,"
         f" or download it first with hf download {repo_id}{file}"
     )
 
@@ -247,13 +247,12 @@ def fetch_weights(source: object, growth: float = 0.0) -> None:
     repository = _repository(source)
     if repository is None:
         if is_hub_id(source) and on_this_machine(str(source)) is not None and not weight_files(str(source)):
-            raise OutriderError(
-                f"the weights of {source} are not in the download cache, and {offline_reason()}: download them first with hf"
-                f" download {source}"
-            )
+            why = f"are not in the download cache, and {_why_cached()}"
+            raise OutriderError(f"the weights of {source} {why}: download them first with hf download {source}")
         return
     names = _weights_of(str(source), repository)
-    if _lacks(_folder(str(source)) / "snapshots" / repository.commit, names):  # else their exact size is checked later
+    # A cached model is checked by its loader, a cached head is not.
+    if _lacks(_folder(str(source)) / "snapshots" / repository.commit, names):
         _require_memory(str(source), repository, names, growth)
     _downloaded(str(source), names)
 
@@ -273,7 +272,7 @@ def fetch(source: str) -> Path:
     folder = on_this_machine(source)
     if folder is None:
         raise OutriderError(
-            f"cannot download {source}: it is not in the download cache, and {offline_reason()}"
+            f"cannot download {source}: it is not in the download cache, and {_why_cached()}"
             if is_hub_id(source)
             else f"cannot download {source}: {expected_of(source)}"
         )
@@ -317,7 +316,7 @@ def _weights_of(source: str, repository: Repository) -> list[str]:
     """Return the files of the weights that are loaded, and their index. Raises ``OutriderError`` if there are none."""
     names = repository.sizes
     stated = stated_file(_downloaded(source, CONFIG)) if CONFIG[0] in names else None
-    first = stated or preferred(names, MEDUSA_FILES)
+    first = stated or next((name for name in (*WEIGHT_NAMES, *MEDUSA_FILES) if name in names), None)
     if first is None or first not in names:
         raise OutriderError(f"{source} has no weights in a known format: {expected_weights(names, stated)}")
     if not first.endswith(INDEX_SUFFIX):
@@ -350,7 +349,7 @@ def _downloaded(repo_id: str, names: Sequence[str], needed: Sequence[str] | None
     try:
         found = _fetched(repo_id, names, num_bytes)
         if _lacks(found, needed) or found == cached != folder:  # the hub client returns an older folder if the hub fails
-            raise OSError("the Hugging Face hub fails")
+            raise OSError(FAILS)
         return found
     except Exception as error:  # the hub client raises many kinds of exceptions
         problem = error if isinstance(error, OutriderError) else OutriderError(explained(repo_id, error))
@@ -485,6 +484,11 @@ def offline_reason() -> str:
             return ""
     except OSError:
         return "the Hugging Face hub is unreachable"
+
+
+def _why_cached() -> str:
+    """Return why only the cache is used, as part of an error's sentence."""
+    return offline_reason() or FAILS
 
 
 def disable() -> None:

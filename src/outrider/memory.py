@@ -6,11 +6,11 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from outrider.errors import OutriderError, errors_as
+from outrider.errors import OutriderError, errors_as, without_path
 from outrider.files import GGUF_PART, expanded
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -103,17 +103,12 @@ def weight_files(source: str | Path) -> list[Path]:
     return sorted(file for file in map(folder.joinpath, names) if file.is_file())  # no links to files deleted from a cache
 
 
-def preferred(names: Collection[str], extra: Sequence[str] = ()) -> str | None:
-    """Return the name of the weights, or of their index, that is loaded if a folder has these names; None if there is none.
-
-    ``extra``: further names, after those of transformers.
-    """
-    return next((name for name in (*WEIGHT_NAMES, *extra) if name in names), None)
-
-
 def first_file(folder: Path, extra: Sequence[str] = ()) -> str | None:
-    """Return the name of the weights, or of their index, that a folder's config.json states; without one, see ``preferred``."""
-    return stated_file(folder) or preferred([name for name in (*WEIGHT_NAMES, *extra) if (folder / name).is_file()], extra)
+    """Return the name of the weights, or of their index, that a folder's config.json states, else of the first that exists.
+
+    ``extra``: further names, after those of transformers. None if no such file exists.
+    """
+    return stated_file(folder) or next((name for name in (*WEIGHT_NAMES, *extra) if (folder / name).is_file()), None)
 
 
 def stated_file(folder: Path) -> str | None:
@@ -123,15 +118,15 @@ def stated_file(folder: Path) -> str | None:
     """
     try:
         name = json.loads((folder / "config.json").read_bytes())["transformers_weights"]
-    except (OSError, ValueError, LookupError, TypeError):  # reported when the config is loaded
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # reported when the config is loaded
         return None
     return name if isinstance(name, str) else None
 
 
 def indexed_files(folder: Path, first: str, prefix: str = "") -> list[str]:
-    """Return the names of the files that an index lists for tensors whose names begin with ``prefix``; of weights their own.
+    """Return the names of the files that an index lists for tensors whose names begin with ``prefix``.
 
-    ``first``: see ``first_file``. Raises ``OutriderError`` for a broken index.
+    For a weight file, its own name. ``first``: see ``first_file``. Raises ``OutriderError`` for a broken index.
     """
     if not first.endswith(INDEX_SUFFIX):
         return [first]
@@ -148,9 +143,11 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor by an index. Raises ``OutriderError`` if its content is something else."""
+    """Return the file of each tensor by an index. Raises ``OutriderError`` if it is missing or not an index."""
+    with errors_as(f"cannot read {index}", OSError, detail=without_path):
+        content = index.read_bytes()
     with errors_as(f"{index} is not a weight index", ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
+        files: dict[str, str] = dict(json.loads(content)["weight_map"].items())
     if not all([isinstance(file, str) for file in files.values()]):
         raise OutriderError(f"{index} is not a weight index: expected the file name of each tensor")
     return files

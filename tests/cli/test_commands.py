@@ -363,37 +363,31 @@ def test_ctrl_c_ends_an_answer_of_a_chat_and_sigterm_the_chat(
     assert lines == ([] if code == 0 else ["/exit"])
 
 
-def chatting(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> tuple[int, str, list[str]]:
-    """Hold a conversation. Return its exit code, what it printed, and all texts of the last prompt."""
-    fitting, coming, said = chat._fitting_prompt, list(lines), []
+def test_an_answer_that_ctrl_c_meets_in_its_summary_stays_in_the_conversation(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["hello", "more", "/exit"]
+    monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
+    monkeypatch.setattr("outrider.cli.chat._is_interactive", lambda message: True)
+    monkeypatch.setattr("outrider.cli.generate.summary", raising(KeyboardInterrupt))
+    turns, answers = list[list[dict[str, str]]](), list[str]()
+    fitting, stream = chat._fitting_prompt, chat.stream_to_screen
 
-    def prompt(llm: LLM, history: list[dict[str, str]], max_tokens: int) -> list[int]:
-        said[:] = [turn["content"] for turn in history]
+    def seen(llm: LLM, history: list[dict[str, str]], max_tokens: int) -> list[int]:
+        turns.append(list(history))
         return fitting(llm, history, max_tokens)
 
-    monkeypatch.setattr("builtins.input", lambda _: coming.pop(0))
-    monkeypatch.setattr(chat, "_is_interactive", lambda message: True)
-    monkeypatch.setattr(chat, "_fitting_prompt", prompt)
+    def answered(*given: object) -> tuple[str, KeyboardInterrupt | None]:
+        answer = stream(*given)  # type: ignore[arg-type]
+        answers.append(answer[0])
+        return answer
+
+    monkeypatch.setattr(chat, "_fitting_prompt", seen)
+    monkeypatch.setattr(chat, "stream_to_screen", answered)
     command = ["chat", "--target", target, "--method", "plain", "--compile", "never", "--max-tokens", 9, "--ignore-eos"]
     code, out, _ = outrider(*command)
-    return code, out, said
-
-
-def test_ctrl_c_during_the_summary_keeps_the_answer_in_the_conversation(
-    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.cli.generate.summary", raising(KeyboardInterrupt))
-    code, out, said = chatting(outrider, target, monkeypatch, "hello", "again", "/exit")
-    assert code == 0 and said[::2] == ["hello", "again"]
-    assert said[1] and out.startswith(said[1])
-
-
-def test_sigterm_during_the_summary_of_an_interrupted_answer_ends_the_chat(
-    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupt(monkeypatch, 3)
-    monkeypatch.setattr("outrider.cli.generate.summary", raising(Terminated))
-    assert chatting(outrider, target, monkeypatch, "hello", "again", "/exit")[0] == 130
+    assert code == 0 and len(answers) == 2 and answers[0] and answers[0] in out
+    assert [turn["content"] for turn in turns[1]] == ["hello", answers[0], "more"]
 
 
 def test_ctrl_c_keeps_the_json_document_complete(

@@ -369,7 +369,7 @@ def test_a_tokenizer_that_fails_ends_only_its_request(params):
     assert all(outputs(found)[name] == (wanted[name][0], "x" * 23, "length") for name in ("r0", "r2"))
     (emission,) = found["r1"]
     assert emission.finish_reason == "error" and not emission.token_ids and not emission.text
-    assert emission.error.startswith("the tokenizer cannot decode tokens [")
+    assert emission.error.startswith("the target failed: its tokenizer cannot decode tokens [")
     assert emission.error.endswith("]: IndexError: piece id is out of range")
     assert runner.cached == {}
 

@@ -260,6 +260,7 @@ def test_the_smallest_sufficient_model_of_the_family_is_used(made, target, tmp_p
     )
     cached(make_folder(tmp_path / "tiny", **one), "Org/model-tiny")
     cached(make_folder(tmp_path / "foreign", tokenizer=make_tokenizer(300)), "Org/foreign")
+    (cached(made / "draft", "Org/unknown") / "tokenizer.json").unlink()
     cached(made / "eagle3", "Org/head")  # not known for any target
     cached(made / "target", "Org/same")
     found = chosen(target)

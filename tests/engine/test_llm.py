@@ -228,7 +228,7 @@ def test_statistics_add_up(looking_up):
     assert stats.num_tokens == 40
     assert stats.num_rounds <= stats.num_tokens <= stats.num_accepted + stats.num_rounds
     assert stats.mean_acceptance_length == 1 + stats.num_accepted / stats.num_rounds
-    assert 0 <= stats.draft_acceptance_rate <= stats.acceptance_rate <= 1
+    assert 0 <= stats.draft_acceptance_rate <= (stats.acceptance_rate or 0.0) <= 1  # None if nothing was drafted
     assert sum(stats.acceptance_by_position) == pytest.approx(stats.num_accepted / stats.num_rounds)
     in_rounds = stats.times.total - stats.times.prefill - stats.times.draft_prefill
     assert sum(stats.ms_per_round.values()) == pytest.approx(1e3 * in_rounds / stats.num_rounds)
@@ -436,14 +436,25 @@ def test_a_dropped_llm_frees_its_models_at_once(model):
 
 
 def test_the_end_of_text_of_a_config_class_ends_no_text(tmp_path):
+    def ends(source, **options):
+        return eos_token_ids(ModelRunner.load(source, RunnerConfig(compile="never", **options)), None)
+
     folder = make_folder(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "eos_token_id"}))
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 9]}')
-    runner = ModelRunner.load(folder, RunnerConfig(compile="never"))
-    assert runner.model.config.eos_token_id == 2 and eos_token_ids(runner, None) == {0, 9}
+    assert ends(folder) == {0, 9}
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.config.eos_token_id = 7  # set by the user
+    assert ends(model) == {0, 7, 9}
+    (folder / "generation_config.json").unlink()
+    assert ends(folder) == set()
+    if native.load():
+        assert ends(folder, weights="int8") == ends(folder, weights="int8") == set()  # rounded, and from the cache
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
-    assert eos_token_ids(ModelRunner.load(folder, RunnerConfig(compile="never")), None) == {0, 2, 9}
+    assert ends(folder) == {2}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 9]}')
+    assert ends(folder) == {0, 2, 9}
 
 
 def test_custom_tokenizer_code_runs_only_if_trusted_and_never_prompts(tmp_path, tokenizer, monkeypatch):

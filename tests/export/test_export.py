@@ -366,9 +366,9 @@ def test_the_program_for_transformers_ends_and_weighs_tokens_as_outrider_does(
 ) -> None:
     target = tmp_path / "chat"
     shutil.copytree(models / "target", target)
-    config = json.loads((target / "config.json").read_text())
-    config.pop("eos_token_id")  # the default of its class is another token
-    (target / "config.json").write_text(json.dumps(config))
+    own_config = json.loads((target / "config.json").read_text())
+    own_config.pop("eos_token_id")  # the default of its class is another token
+    (target / "config.json").write_text(json.dumps(own_config))
     own = {"eos_token_id": [5, 9], "repetition_penalty": 1.3, "temperature": 0.4}
     (target / "generation_config.json").write_text(json.dumps(own))
     folder, _ = export("transformers", target=str(target), method="ngram")
@@ -378,6 +378,13 @@ def test_the_program_for_transformers_ends_and_weighs_tokens_as_outrider_does(
     )
     assert 2 not in config["eos_token_id"]
     assert config["repetition_penalty"] == 1.0 and config["do_sample"] is False
+    (target / "generation_config.json").unlink()
+    for stated in ({}, {"eos_token_id": [2, 9]}):
+        (target / "config.json").write_text(json.dumps(own_config | stated))
+        folder, _ = export("transformers", target=str(target), method="ngram")
+        ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+        assert ends == sorted(LLM(target, compile="never").engine.scheduler.eos_token_ids)
+        assert {2, 9}.intersection(ends) == set(stated.get("eos_token_id", ()))
 
 
 def plain_program(folder: Path) -> str:

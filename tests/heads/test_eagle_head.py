@@ -331,6 +331,14 @@ WRONG = {
     ),
     "cut short": (lambda folder: (folder / "model.safetensors").write_bytes(b"\\x10" * 40), "cannot read"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+    "no stated weights": (
+        lambda folder: set_config(folder, transformers_weights="own.safetensors"),
+        "has no own.safetensors, which its index or config.json names",
+    ),
+    "no stated index": (
+        lambda folder: set_config(folder, transformers_weights=INDEXES[0]),
+        "cannot read .*model.safetensors.index.json: No such file",
+    ),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     "no json": (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
     "nested json": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "is not valid JSON"),

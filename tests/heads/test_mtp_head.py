@@ -88,9 +88,10 @@ def test_a_head_in_fp8_has_the_values_of_its_numbers_and_scales(family, block, t
         if not name.startswith(prefix) or not re.search(r"_proj\.weight$", name):
             continue
         rows, columns = tensor.shape
-        scales = torch.full((-(-rows // high), -(-columns // wide)), 0.01) * torch.rand(()).add(1)
-        codes = (tensor / scales[0, 0]).clamp(-448, 448).to(torch.float8_e4m3fn)
-        exact[name] = codes.float() * scales[0, 0]
+        scales = torch.rand(-(-rows // high), -(-columns // wide)) * 0.01 + 0.01
+        each = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+        codes = (tensor / each).clamp(-448, 448).to(torch.float8_e4m3fn)
+        exact[name] = codes.float() * each
         stored |= {name: codes, f"{name}_scale_inv": scales}
     assert stored
     rewrite(tmp_path, lambda tensors: tensors.update(exact))
@@ -192,7 +193,7 @@ WRONG = {
             folder,
             lambda t: t.update(
                 {
-                    "model.layers.2.eh_proj.weight": t["model.layers.2.eh_proj.weight"].to(torch.float8_e4m3fn),
+                    "model.layers.2.eh_proj.weight": t["model.layers.2.eh_proj.weight"].to(torch.int8),
                     "model.layers.2.eh_proj.weight_scale_inv": torch.ones(1, 1),
                 }
             ),

@@ -237,6 +237,22 @@ def test_a_limit_exceeded_after_drafts_refuses_no_schema(plain: LLM, monkeypatch
     assert form.refusal is not None
 
 
+def test_a_mask_that_exceeds_a_limit_is_not_kept_for_the_target(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target asks for the masks that the drafts' sampler asked for; the matcher then allows only the end of the text."""
+    matcher = compiler(plain).json(SMALL).matcher()
+    first = matcher.allowed([], [])
+    assert first is not None
+    (token, *_) = first.nonzero().flatten().tolist()
+
+    def exceeded(_: object) -> None:
+        raise OutriderError("too many states")
+
+    monkeypatch.setattr(grammar.schemas, "check", exceeded)
+    for _ in range(2):
+        with pytest.raises(OutriderError, match="too many states"):
+            matcher.allowed([], [token])
+
+
 def test_drafts_without_a_mask_add_no_time_for_masks(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     matcher = compiler(plain).json(SMALL).matcher()
     first = matcher.allowed([], [])

@@ -127,7 +127,7 @@ def test_features_larger_than_the_disk_are_rejected_before_text_is_generated(run
     monkeypatch.setattr(runs, "token_rows", lambda *_: torch.ones(70, 8).int())
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2 * 64 * 8 * 16 * 2 - 1))
     workspace = Workspace(runner, object(), tmp_path, Source(seq_len=8, prompt_len=4, regenerate=True))
-    with pytest.raises(OutriderError, match=r"not enough disk space in .* needed, .* free: use less text"):
+    with pytest.raises(OutriderError, match=r"training takes .*, but .* of free disk space: use less text"):
         train_mtp(workspace, tmp_path / "out", HeadPlan(), MtpRun(1))
 
 

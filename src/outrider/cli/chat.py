@@ -94,7 +94,7 @@ def _ask() -> str | None:
 
 
 def _answer(llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams, show: bool) -> None:
-    """Answer a question and append both to the history. Raises the interrupt that ended the answer or its summary, if any.
+    """Answer a question and append both to the history. Raises the interrupt that ended the answer early, if any.
 
     An error leaves the history unchanged: a question that alone exceeds the context must not erase the conversation.
     """

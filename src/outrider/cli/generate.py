@@ -94,7 +94,7 @@ def grammar_of(schema: dict[str, Any], llm: LLM) -> Grammar:
 def stream_to_screen(
     llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool
 ) -> tuple[str, KeyboardInterrupt | None]:
-    """Stream to stdout, then print a summary to stderr. Returns the text, and the interrupt that ended either or None."""
+    """Stream to stdout, then print a summary to stderr. Returns the text, and an interrupt or None."""
     from outrider.cli.session import streamed
 
     painter = painter_for(llm) if show else None
@@ -120,17 +120,17 @@ def stream_to_screen(
         if painter is not None:
             err.print(legend())
         if last is not None:
-            _print_summary(llm, last, params, perf_counter() - started)
-    except KeyboardInterrupt as error:  # the text is whole: a chat keeps it
-        if not isinstance(interrupt, Terminated):
-            interrupt = error
+            _summarize(llm, last, params, perf_counter() - started)
+    except KeyboardInterrupt as error:  # the text is complete: chat keeps it
+        interrupt = interrupt if isinstance(interrupt, Terminated) else error
     return text, interrupt
 
 
-def _print_summary(llm: LLM, last: Chunk, params: SamplingParams, seconds: float) -> None:
+def _summarize(llm: LLM, last: Chunk, params: SamplingParams, elapsed: float) -> None:
+    """Print the statistics after the text, and what the user could change. ``elapsed``: in seconds."""
     if last.finish_reason == "length" and last.stats.num_tokens < params.max_tokens:
         say(f"the text ends because the context of {llm.runner.max_len} tokens is full: --max-len sets it")
-    err.print(summary(last.stats, seconds), soft_wrap=True)
+    err.print(summary(last.stats, elapsed), soft_wrap=True)
     if llm.runner.passes.could_compile:
         say("passes were not compiled: --compile always compiles them once for all later runs, which are then faster")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -91,22 +90,7 @@ def eos_token_ids(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None
     Raises ``OutriderError`` for one that is not an integer.
     """
     model = getattr(runner, "model", None)
-    sources = [getattr(model, "generation_config", None), tokenizer]
-    if states_eos(getattr(runner, "name", "")):
-        sources.append(getattr(model, "config", None))
-    return united_eos(sources)
-
-
-def states_eos(source: str | Path) -> bool:
-    """Return whether the ``eos_token_id`` of a model's config is not the default of the config's class.
-
-    True for a model that has no config.json on this machine.
-    """
-    folder = on_this_machine(source)
-    if folder is None or not (folder / "config.json").is_file():
-        return True
-    config = json.loads((folder / "config.json").read_bytes())
-    return any("eos_token_id" in part for part in (config, config.get("text_config") or {}))
+    return united_eos([getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer])
 
 
 def united_eos(sources: Sequence[object]) -> set[int]:

@@ -145,7 +145,7 @@ def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidat
 
 
 def known_drafters(target: TargetFiles) -> list[str]:
-    """Return the hub ids of the public drafters listed for the model whose name a target's hub id, folder or GGUF file has.
+    """Return the public drafters listed for the model that a target's hub id, folder or GGUF file is named after.
 
     Those with another tokenizer are left out: the user must name them.
     """

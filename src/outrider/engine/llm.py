@@ -353,8 +353,10 @@ class LLM:
 
     def _fail_undelivered(self) -> None:
         """End requests whose tokens the failed step committed but did not deliver; all others continue."""
+        scheduler = self.engine.scheduler
+        open_entries = {entry.request.request_id: entry for entry in (*scheduler.running, *scheduler.waiting)}
         for request_id, inbox in list(self._inbox.items()):
-            entry = self.engine.scheduler.find(request_id)
+            entry = open_entries.get(request_id)
             is_complete = inbox.has_ended if entry is None else inbox.num_tokens == entry.request.num_output_tokens
             if not is_complete:
                 self.engine.abort(request_id)
@@ -369,6 +371,7 @@ class LLM:
         except BaseException:
             for completion in completions:
                 self._close_completion(completion, is_locked=False)
+            self._to_abort += [completion.request_id for completion in completions]  # also those whose abort was interrupted
             raise
 
     def _close_completion(self, completion: Completion, is_locked: bool = True) -> None:
@@ -379,9 +382,9 @@ class LLM:
         if completion.finish_reason is not None:
             return
         completion.finish_reason = "abort"
-        if self._is_stepping or not is_locked:  # an abandoned stream may be collected during a step
+        if self._is_stepping:  # an abandoned stream may be collected during a step
             self._to_abort.append(completion.request_id)
-        elif not self._is_closed:
+        elif is_locked and not self._is_closed:
             completion.text += self.engine.abort(completion.request_id)
 
     def _submit(self, jobs: Sequence[_Job], open_ids: dict[str, Completion]) -> None:

@@ -11,7 +11,7 @@ from itertools import chain
 from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory, StopScanner
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.queue import FairQueue, exceeds_share
-from outrider.errors import PromptTooLong, one_line
+from outrider.errors import TARGET_FAILED, PromptTooLong, one_line
 from outrider.types import BatchSampler, Context, OutriderError, Request
 
 
@@ -142,11 +142,12 @@ class Scheduler:
         if len(self.running) == self.max_batch or not len(self.waiting):
             return admitted
         held = Counter([entry.client for entry in self.running])
+        running = {entry.request.request_id: entry for entry in self.running}
         for entry in list(self.waiting):
             num_free = self.max_batch - len(self.running)
             if num_free and exceeds_share(entry.client, held[entry.client], num_free):
                 continue  # keep the free places for clients that hold fewer
-            source = self.find(entry.fork_of) if entry.fork_of else None
+            source = running.get(entry.fork_of) if entry.fork_of else None
             if source is not None and source.state is not State.DECODE:
                 continue  # a sample waits until its prompt is cached; other requests may be admitted before it
             if num_free == 0 or not reserve(entry):
@@ -155,6 +156,7 @@ class Scheduler:
                 entry.fork_of = None
             self.waiting.serve(entry)
             self.running.append(entry)
+            running[entry.request.request_id] = entry
             held[entry.client] += 1
             admitted.append(entry)
         return admitted
@@ -193,7 +195,8 @@ class Scheduler:
             else:
                 kept, text = self._commit_text(entry, entry.scanner, token_ids)
         except Exception as error:  # such as a padding id of the vocabulary, which some tokenizers cannot decode
-            entry.error = f"the tokenizer cannot decode tokens {token_ids}: {type(error).__name__}: {one_line(str(error))}"
+            problem = f"its tokenizer cannot decode tokens {token_ids}: {type(error).__name__}: {one_line(str(error))}"
+            entry.error = f"{TARGET_FAILED}: {problem}"
             entry.detokenizer = None
             return [], self.finish(entry, "error")
         entry.request.token_ids.extend(kept)

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from outrider.engine.config import check_method
 from outrider.engine.methods import auto_choice
-from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located, served_name
 from outrider.hub import local_gguf
 from outrider.method_text import split_method
@@ -83,14 +81,15 @@ class Deployment:
         """Return the tokens at which Outrider ends a text, in order."""
         from transformers import GenerationConfig
 
-        from outrider.engine.config import load_tokenizer, states_eos, united_eos
+        from outrider.engine.config import load_tokenizer, united_eos
         from outrider.runner.loading import load_config
 
-        sources: list[object] = []
-        with suppress(OSError, ValueError):  # not every model has this file
-            sources.append(GenerationConfig.from_pretrained(self.target))
-        if not sources or states_eos(self.target):
-            sources += [load_config(self.target), self.config]
+        config = load_config(self.target)
+        try:
+            generation = GenerationConfig.from_pretrained(self.target)
+        except (OSError, ValueError):  # not every model has this file
+            generation = GenerationConfig.from_model_config(config)
+        sources: list[object] = [generation, config]
         with suppress(OutriderError):
             sources.append(load_tokenizer(self.target))
         return sorted(united_eos(sources))
@@ -108,7 +107,7 @@ def read_deployment(plan: Plan, check: Callable[[str], None] = lambda source: No
     check(target)
     method = plan.given("method") or AUTO
     named = method != AUTO
-    for source in check_method(Speculation(method=method, draft=draft, drafts=drafts_there)):
+    for source in _sources(method, draft, drafts_there):
         check(located(str(source)))
     target = located(local_gguf(target))
     if not named:
@@ -130,6 +129,15 @@ def read_deployment(plan: Plan, check: Callable[[str], None] = lambda source: No
 def gguf_files(deployment: Deployment) -> list[str]:
     """Return the target and the draft, as far as they are GGUF files."""
     return [source for source in (deployment.target, str(getattr(deployment.kind, "source", None))) if source.endswith(".gguf")]
+
+
+def _sources(method: str, draft: str | None, drafts: Mapping[str, str]) -> list[object]:
+    """Return the drafts that the method will use, the given one for ``auto``. Raises ``OutriderError`` for invalid options."""
+    if method == AUTO:
+        return [] if draft is None else [draft]
+    name, options = split_method(method)
+    PROPOSERS.get(name).check_options(options)
+    return PROPOSERS.get(name).drafts_in(options, draft, drafts)
 
 
 def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable:

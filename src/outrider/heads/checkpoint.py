@@ -276,7 +276,7 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     names = indexed_files(folder, first, prefix)
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
-        raise OutriderError(f"{folder} has no {missing[0]}, which {first if first != missing[0] else 'config.json'} lists")
+        raise OutriderError(f"{folder} has no {missing[0]}, which its index or config.json names")
     return [folder / name for name in names]
 
 

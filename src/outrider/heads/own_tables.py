@@ -9,7 +9,8 @@ from torch import Tensor
 from outrider.runner.linear import weight_slices
 
 SHARED = 0.02  # maximum relative distance of a stored copy from the target's table, for 8-bit rounding
-SLICE = 4096  # rows compared at once: whole tables in float32 would take several times their memory; full panels
+# Rows compared at once, a multiple of kernels.PANEL: whole tables in float32 would take several times their memory.
+SLICE = 4096
 
 
 def has_own_table(tensors: dict[str, Tensor], name: str, module: Any) -> bool:

@@ -126,8 +126,9 @@ class CombinedProposer(Proposer):
             try:
                 from_second = self._second.propose(context.take(rows), rows, min(k, self._second.proposer.auto_drafts))
             except RequestFault:  # other requests continue, but no verdict follows on the first one's drafts: they must go
-                if not self._first.proposer.needs_hidden:  # hidden states would not come again; heads do not keep drafts
-                    self._first.proposer.release(context.request_ids)
+                first = self._first.proposer
+                if self._first.rows and not first.is_model_free and not first.needs_hidden:  # heads do not keep drafts
+                    first.release(context.request_ids)
                 raise
         second_rows = {b: i for i, b in enumerate(rows) if from_second.lens[i] > 0}
         self._owners = [self._second if b in second_rows else self._first for b in range(batch)]

@@ -29,6 +29,13 @@ def _device_name(value: Any) -> str:
     return name
 
 
+def torch_device(named: str | torch.device) -> torch.device:
+    """Return the device of an option; ``"auto"`` is a GPU if there is one."""
+    import torch
+
+    return torch.device(named if named != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+
+
 DEVICE = Kind("auto or a torch device, such as cpu, cuda or cuda:1", _device_name)
 
 

@@ -158,7 +158,10 @@ def _num_outputs(module: Any) -> int:
 
 
 def _unpacked(module: Any, packed: Tensor, outputs: int) -> Tensor:
-    """Return the values [outputs, inputs] of panels of a module's packed weight. ``outputs``: without padding, or more."""
+    """Return the values [outputs, inputs] of panels of a module's packed weight.
+
+    ``outputs``: the number of outputs without padding; may exceed those of the panels.
+    """
     inputs = module.embedding_dim if isinstance(module, PackedEmbedding) else module.in_features
     values = blocks.unpack(packed, outputs, inputs) if blocks.is_blocks(packed) else kernels.unpack_weight(packed, outputs)
     order: Any = getattr(module, "order", None)

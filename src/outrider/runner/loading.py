@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import re
@@ -52,8 +53,8 @@ def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None,
     """Return an upper bound of the bytes in memory per byte of the checkpoint's files. ``dtype``: the requested, or "auto"."""
     quantization = quantization_of(config)
     stored = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
-    if quantization is None and dtype != "auto" and isinstance(stored, torch.dtype):
-        requested = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    requested = _requested(dtype)
+    if quantization is None and requested is not None and isinstance(stored, torch.dtype):
         return float(requested.itemsize / stored.itemsize)
     if quantization is None or bits is not None:
         return 1
@@ -62,21 +63,27 @@ def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None,
     return 4 if method_of(quantization) == "mxfp4" else 1  # transformers' own quantiser makes 16 bits of 4
 
 
-def bytes_in_memory(source: str | Path, growth: float, reader: Format | None) -> int:
+def _requested(dtype: torch.dtype | str) -> torch.dtype | None:
+    """Return the dtype of an option; None for "auto"."""
+    found: torch.dtype | None = None if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return found
+
+
+def bytes_in_memory(source: str | Path, growth: float, reader: Format | None, dtype: torch.dtype | str) -> int:
     """Return the bytes that the weights in a local folder take once they are loaded, at most.
 
-    ``growth``: see ``growth_of``; ``reader``: if it decodes the weights, which grow by their dtypes. Raises ``OutriderError``
-    for broken files.
+    ``growth``, ``dtype``: see ``growth_of``; ``reader``: the reader of a quantised checkpoint, if there is one: the size then
+    depends on the dtype of each tensor. Raises ``OutriderError`` for broken files.
     """
     if reader is None:
         return round(growth * weight_bytes(source))
-    return reader.num_bytes(headers([str(file) for file in weight_files(source)]).values())
+    return reader.num_bytes(headers([str(file) for file in weight_files(source)]).values(), _requested(dtype))
 
 
-def refuse_too_large(source: str | Path, growth: float, reader: Format | None) -> None:
+def refuse_too_large(source: str | Path, growth: float, reader: Format | None, dtype: torch.dtype | str) -> None:
     """Raise ``OutriderError`` if the weights in a local folder exceed the memory of this process; see ``bytes_in_memory``."""
     try:
-        needed = bytes_in_memory(source, growth, reader)
+        needed = bytes_in_memory(source, growth, reader, dtype)
     except OutriderError:  # broken files are reported when they are loaded
         return
     require_memory(needed, f"the weights in {source} take", "choose a smaller or a quantised checkpoint")
@@ -311,9 +318,23 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     text = text_config(config)
     if not isinstance(text, PreTrainedConfig):
         raise OutriderError(f"the config of {source} has a text_config, which {config.model_type} models do not have")
+    if folder is not None:
+        _drop_default_ends(config, folder / "config.json")
     check_sizes(str(source), vars(text))
     refuse_encoders(config)
     return config
+
+
+def _drop_default_ends(config: PreTrainedConfig, file: Path) -> None:
+    """Remove the end-of-text ids that the classes of a config and of its text config set, unless its file states them."""
+    if not file.is_file():  # a GGUF file without a config: its header states them
+        return
+    stated, text = json.loads(file.read_bytes()), text_config(config)
+    is_inside = any("eos_token_id" in part for part in stated.values() if isinstance(part, dict))
+    if "eos_token_id" not in stated and not (text is config and is_inside):
+        vars(config)["eos_token_id"] = None  # some classes refuse None
+    if text is not config and not is_inside:
+        vars(text)["eos_token_id"] = None
 
 
 @contextmanager

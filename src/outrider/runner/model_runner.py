@@ -21,7 +21,7 @@ from outrider.errors import errors_as
 from outrider.hub import fetch_weights
 from outrider.runner import experts, linear, loading, packing
 from outrider.runner.attention import PassLayout
-from outrider.runner.config import RunnerConfig
+from outrider.runner.config import RunnerConfig, torch_device
 from outrider.runner.cost_book import CostBook
 from outrider.runner.graphs import Run, wait_for
 from outrider.runner.kv_cache import CacheShape, KVCache
@@ -95,7 +95,7 @@ class ModelRunner:
             raise OutriderError(
                 f"invalid model of type {type(model).__name__}: expected a folder, a hub id or a transformers PreTrainedModel"
             )
-        device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        device = torch_device(config.device)
         wanted = loading.load_config(model, config.trust_remote_code)
         kind = loading.model_class(wanted)
         reader = choose_reader(str(model), wanted, kind, device)
@@ -112,7 +112,7 @@ class ModelRunner:
         growth = loading.growth_of(wanted, reader, config.bits, config.dtype) if device.type == "cpu" else 0.0
         fetch_weights(model, growth)
         if growth:
-            loading.refuse_too_large(model, growth, reader if config.bits is None else None)
+            loading.refuse_too_large(model, growth, reader if config.bits is None else None, config.dtype)
         loaded = loading.load_model(model, wanted, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         own_dtype = loaded.dtype

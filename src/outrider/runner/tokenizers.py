@@ -75,7 +75,7 @@ def _check_learned(target: dict[str, int], draft: dict[str, int], added: Collect
 def check_same_files(target: Path, draft: Path) -> None:
     """Raise ``DifferentVocabulary`` unless the tokenizers of two folders or GGUF files agree, without loading a tokenizer.
 
-    Raises ``OutriderError`` if they have no files that can be compared.
+    Also if they have no files that can be compared.
     """
     name = next((name for name in TOKENIZER_FILES if (target / name).exists() and (draft / name).exists()), None)
     if name is not None:
@@ -120,8 +120,10 @@ def _add_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Set a tokenizer's chat template from chat_template.json, where older multimodal models have it, if it has no other."""
     if tokenizer.chat_template:
         return
-    with suppress(OSError, ValueError, LookupError, TypeError):  # no such file, or a file of something else
-        tokenizer.chat_template = str(json.loads((folder / "chat_template.json").read_bytes())["chat_template"])
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no such file, or a file of something else
+        found = json.loads((folder / "chat_template.json").read_bytes())["chat_template"]
+        if isinstance(found, str):
+            tokenizer.chat_template = found
 
 
 def has_tokenizer(source: str | Path) -> bool:
@@ -175,13 +177,13 @@ def tokenizer_problem(folder: Path, error: BaseException) -> str:
 def _vocabulary(source: Path) -> tuple[dict[str, int], set[str]]:
     """Return the id of each token in a folder's tokenizer.json or in a GGUF file, and the added tokens.
 
-    Raises ``OutriderError`` if there is neither.
+    Raises ``DifferentVocabulary`` if there is neither.
     """
     file = source / TOKENIZER_FILES[0]
     if not file.exists():
         model = gguf.find(source)
         if model is None:
-            raise OutriderError(f"the tokenizers cannot be compared: {source} has no {TOKENIZER_FILES[0]}")
+            raise DifferentVocabulary(f"the tokenizers cannot be compared: {source} has no {TOKENIZER_FILES[0]}")
         return gguf.GgufFile.open(model).vocabulary()
     content = json.loads(file.read_bytes())
     tokens = content["model"]["vocab"]

@@ -52,12 +52,11 @@ def allowed_tokens(request: Request, path: Sequence[int]) -> Tensor | None:
         return None
     try:
         allowed = request.matcher.allowed(request.token_ids[request.num_prompt_tokens :], path)
+        mask = None if allowed is None else token_mask(request.params, len(allowed))
+        return allowed if allowed is None or mask is None else allowed & mask
     except Exception as error:
-        reason = str(error) if isinstance(error, OutriderError) else f"the grammar failed: {type(error).__name__}: {error}"
-        raise RequestFault([request.request_id], reason) from error
-    if allowed is None or (mask := token_mask(request.params, len(allowed))) is None:
-        return allowed
-    return allowed & mask
+        failed = f"the grammar failed: {type(error).__name__}: {error}"
+        raise RequestFault([request.request_id], str(error) if isinstance(error, OutriderError) else failed) from error
 
 
 def banned_tokens(params: SamplingParams) -> set[int]:

@@ -46,12 +46,15 @@ class MinTokens:
         self, requests: Sequence[Request], eos_token_ids: Collection[int], vocab_size: int, device: torch.device
     ) -> None:
         """The requests must have passed ``check_masks``."""
-        self._requests: list[tuple[int, Request, Tensor]] = []
-        for b, request in enumerate(requests):
-            if request.params.min_tokens == 0:
-                continue
-            ending = sorted(_ending(request.params, eos_token_ids, vocab_size))
-            self._requests.append((b, request, torch.tensor(ending, dtype=torch.long, device=device)))
+        self._requests = [
+            (
+                b,
+                request,
+                torch.tensor(sorted(_ending(request.params, eos_token_ids, vocab_size)), dtype=torch.long, device=device),
+            )
+            for b, request in enumerate(requests)
+            if request.params.min_tokens > 0
+        ]
 
     @property
     def is_empty(self) -> bool:

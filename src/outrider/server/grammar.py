@@ -211,9 +211,10 @@ class TokenMatcher:
                 self._num_consumed = len(output)
                 self._masks.clear()
             if key not in self._masks:
-                self._masks[key] = self._after(key)
+                mask = self._after(key)
                 schemas.check(self._matcher)
-                allowance = 0.0 if self._masks[key] is None else SECONDS_A_MASK
+                self._masks[key] = mask
+                allowance = 0.0 if mask is None else SECONDS_A_MASK
                 self._seconds_left += allowance - (thread_time() - started)
             if self._seconds_left < 0:
                 raise schemas.unsupported(schemas.SLOW)

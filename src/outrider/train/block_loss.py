@@ -44,8 +44,8 @@ class BlockLoss:
         ids, features, last = read_rows(self.cache, rows.tolist(), self.head, self.last)
         shape, (batch, length) = self.head.shape, ids.shape
         generator = torch.Generator().manual_seed(step_seed(self.seed, pass_index))
-        places = torch.rand(batch, length - shape.max_drafts, generator=generator).topk(self._num_anchors(length), -1).indices
-        anchors = 1 + places.sort(-1).values.to(ids.device)  # an anchor has at least one token before it
+        drawn = torch.rand(batch, length - shape.max_drafts, generator=generator).topk(self._num_anchors(length), -1).indices
+        anchors = 1 + drawn.sort(-1).values.to(ids.device)  # an anchor has at least one token before it
         gamma = min(MAX_GAMMA, shape.block_size / 2)
         weights = [math.exp(-draft / gamma) for draft in range(shape.max_drafts)]
         losses, hits = list[Tensor](), list[Tensor]()
@@ -90,9 +90,10 @@ class BlockLoss:
         return out.view(batch, num, shape.block_size, -1)[:, :, shape.block_size - shape.max_drafts :]
 
     def _drafts(self, ids: Tensor, features: list[Tensor], anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the head's outputs [B, K * N, H] for the K drafts after each anchor [B, N], the first drafts first.
+        """Return the head's outputs for the drafts after each anchor [B, N], and the indices of the tokens before the drafts.
 
-        And the indices [B, K * N] of the tokens before the drafts, after which the target's distributions are their labels.
+        Both are [B, K * N, ...], the first drafts of all anchors first. The labels of a draft are the target's distribution
+        after the token before it.
         """
         out = self._blocks(ids, features, anchors)
         return out.transpose(1, 2).flatten(1, 2), torch.cat([anchors + draft for draft in range(out.shape[2])], 1)
@@ -113,11 +114,14 @@ class BlockLoss:
             ids, features, last = read_rows(self.cache, [row], self.head, self.last)
             most = ids.shape[1] - self.head.shape.max_drafts
             anchors = torch.linspace(1, most, self._num_anchors(ids.shape[1]), device=ids.device).long()[None]
-            out, places = self._drafts(ids, features, anchors)
-            target = self._target_logits(last, places)[0]
-            own = self.head.logits_after(out, self.head.logits(out), ids.gather(1, places))[0]
-            accepted = acceptance(target, self.head.to_target_vocabulary(own, target.shape[-1]))
-            found.append([each.view(self.head.shape.max_drafts, -1) for each in accepted])
+            by_depth = []
+            for out, places in zip(
+                *[each.split(anchors.shape[1], 1) for each in self._drafts(ids, features, anchors)], strict=True
+            ):
+                target = self._target_logits(last, places)[0]
+                own = self.head.logits_after(out, self.head.logits(out), ids.gather(1, places))[0]
+                by_depth.append(acceptance(target, self.head.to_target_vocabulary(own, target.shape[-1])))
+            found.append([torch.stack(each) for each in zip(*by_depth, strict=True)])
         greedy, sampled = (torch.cat(each, 1) for each in zip(*found, strict=True))  # [K, anchors]
         lengths = [1 + float(each.cumprod(0).mean(1).sum()) for each in (greedy, sampled)]
         return {

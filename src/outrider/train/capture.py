@@ -71,8 +71,8 @@ def shard_rows(seq_len: int) -> int:
 
 def missing_shards(folder: Path, rows: Tensor) -> dict[int, Path]:
     """Return the shards of rows [R, S] that a folder lacks: index of the first row -> file."""
-    size = shard_rows(rows.shape[1])
-    files = {start: folder / _name(start // size) for start in range(0, len(rows), size)}
+    per_shard = shard_rows(rows.shape[1])
+    files = {start: folder / _name(start // per_shard) for start in range(0, len(rows), per_shard)}
     return {start: file for start, file in files.items() if not file.exists()}
 
 
@@ -105,8 +105,9 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
         "shard_rows": shard_rows(rows.shape[1]),
     }
     known = read_or_create_json(folder / "features.json", lambda: about)
-    if {**known, "layers": 0} != {**about, "layers": 0}:
-        raise OutriderError(f"{folder} has features of another target or text: give another folder (--work) or delete it")
+    if {"shard_rows": SHARD_ROWS, **known, "layers": 0} != {**about, "layers": 0}:
+        problem = f"{folder} has features of another target or text, or in shards of another size"
+        raise OutriderError(f"{problem}: give another folder (--work) or delete it")
     if not set(layers) <= set(known["layers"]):
         raise OutriderError(
             f"{folder} has hidden states {_joined(known['layers'])}, and this run reads {_joined(layers)}:"

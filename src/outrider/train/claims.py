@@ -79,8 +79,9 @@ def exclusive(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OutriderError(f"another run is writing to {folder}: wait for it, or give another --out and --work") from None
-        for leftover in folder.glob("*.part"):  # of a run that was killed
-            leftover.unlink(missing_ok=True)
+        for pattern in ("*.pt.*.part", "*.safetensors.*.part"):  # of a run that was killed
+            for leftover in folder.glob(pattern):
+                leftover.unlink(missing_ok=True)
         yield
 
 

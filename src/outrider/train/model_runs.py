@@ -57,8 +57,8 @@ def train_early_exit(workspace: Workspace, out: Path, plan: HeadPlan, skip: Laye
         )
     _check_rows(workspace, model, str(model.name_or_path))
     decoder.check()
-    workspace.check_disk("early-exit", model=model)
-    workspace.check_or_record_identity("early-exit", **asdict(skip))
+    workspace.check_disk("early-exit", model)
+    workspace.check_identity("early-exit", **asdict(skip))
     rows = TextRows(workspace.training_rows())
 
     def measure(final: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -127,10 +127,10 @@ def train_draft(workspace: Workspace, out: Path, plan: HeadPlan, options: DraftR
     share = draft.num_parameters() / target.num_parameters()
     logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, origin)
     about = {"shape": asdict(options.shape), "teaching": asdict(teaching), "parallel": parallel and asdict(parallel)}
-    if workspace.dtype(options.name) != torch.float32:  # weights that are not trained need no more precision than the products
+    if workspace.dtype(options.name) == checkpoint_dtype(target):  # weights that are not trained need no more precision
         in_checkpoint_dtype(target)
-    workspace.check_disk(options.name, model=draft)
-    workspace.check_or_record_identity(options.name, start=options.start, **about)
+    workspace.check_disk(options.name, draft)
+    workspace.check_identity(options.name, start=options.start, **about)
     rows = TextRows(workspace.training_rows())
     on_text = partial(measure_draft, draft, target) if training is None else partial(training.measure, target)
 

@@ -23,7 +23,7 @@ MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # of an existing model that 
 
 
 def _default_rates(name: str) -> str:
-    """Return the text of the help."""
+    """Return the default learning rates, for the help."""
     return f"(default: {NEW_RATES[name]}; {CONTINUED_RATES[name]} to continue an existing model)"
 
 

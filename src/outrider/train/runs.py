@@ -99,7 +99,7 @@ class Workspace:
             return self.target
         return ModelRunner.load(in_checkpoint_dtype(structural_copy(self.target)), RunnerConfig(max_batch=16))
 
-    def check_or_record_identity(self, name: str, **options: Any) -> None:
+    def check_identity(self, name: str, **options: Any) -> None:
         """Record the identity of a part of the work folder. Raises ``OutriderError`` if it belongs to another run."""
         text = digest(self.training_rows())
         check_or_record_identity(self.work / name / "run.json", {"target": fingerprint(self.model), "text": text, **options})
@@ -114,19 +114,19 @@ class Workspace:
         with advise_to_resume(), exclusive(folder), reporting("features") as report:
             return capture(self.runner, rows, sorted(set(layers)), folder, report)
 
-    def check_disk(self, name: str, layers: Sequence[int] = (), model: nn.Module | None = None) -> None:
-        """Raise ``OutriderError`` if the disk lacks room for these hidden states, and for the checkpoints of ``model``.
+    def check_disk(self, name: str, model: nn.Module, layers: Sequence[int] = ()) -> None:
+        """Raise ``OutriderError`` if the disk lacks room for the checkpoints of ``model`` and for these hidden states.
 
-        Called before the target generates text, which may take hours. ``model``: None if it is not built yet.
+        Called before the target generates text, which may take hours. ``model`` may be without weights.
         """
         if self.rows is not None or not self.source.regenerate:
             return  # text is read in no time, and the features and the checkpoints are checked again
         self.work.mkdir(parents=True, exist_ok=True)
         width = int(loading.text_config(self.model).hidden_size)
         needed = missing_bytes(self.work / "features", self.text_rows(), len(set(layers)), width)
-        needed += 0 if model is None else checkpoint_room(model, self.work / name / "checkpoint.pt")
+        needed += checkpoint_room(model, self.work / name / "checkpoint.pt")
         advice = "use less text (--max-tokens), a smaller model or another folder (--work)"
-        require_disk(self.work, needed, "hidden states and checkpoints take", advice)
+        require_disk(self.work, needed, "training takes", advice)
 
     def text_rows(self) -> Tensor:
         """Return rows of tokens [R, S] of the text, before regeneration."""
@@ -165,11 +165,10 @@ def train_medusa(workspace: Workspace, out: Path, plan: HeadPlan, options: Medus
         medusa_heads.check_fit(heads, runner)
         heads = shapes.continued(heads, runner)
     check_row_length(workspace.seq_len, options.heads + 3, f"{options.heads} heads")
-    if heads is None:
-        shapes.check_new_medusa(runner, options.heads, options.layers, vocab)
-    workspace.check_disk("medusa", [runner.num_layers], heads)
+    sized = shapes.check_new_medusa(runner, options.heads, options.layers, vocab) if heads is None else heads
+    workspace.check_disk("medusa", sized, [runner.num_layers])
     sizes = {"heads": options.heads, "layers": options.layers, "draft vocabulary": vocab}
-    workspace.check_or_record_identity("medusa", **sizes, start=options.start)
+    workspace.check_identity("medusa", **sizes, start=options.start)
     if heads is None:
         draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
         heads = shapes.new_medusa(runner, options.heads, options.layers, draft_ids)
@@ -227,11 +226,10 @@ def train_eagle(workspace: Workspace, out: Path, plan: HeadPlan, options: EagleR
         head, generation = shapes.continued(head, runner), head.shape.generation
         options = replace(options, generation=generation, hidden_states=head.hidden_states if generation == 3 else None)
     layers, steps, vocab = eagle_sizes(options, runner, workspace.seq_len)
-    if head is None:
-        shapes.check_new_eagle(runner, options.generation, layers, vocab)
+    sized = shapes.check_new_eagle(runner, options.generation, layers, vocab) if head is None else head
     name = f"eagle{options.generation}"
-    workspace.check_disk(name, [*layers, runner.num_layers], head)
-    workspace.check_or_record_identity(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=options.start)
+    workspace.check_disk(name, sized, [*layers, runner.num_layers])
+    workspace.check_identity(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=options.start)
     draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
     cache = workspace.features([*layers, runner.num_layers])
     torch.manual_seed(plan.seed)
@@ -255,8 +253,8 @@ def train_mtp(workspace: Workspace, out: Path, plan: HeadPlan, options: MtpRun) 
         head = shapes.new_mtp(runner)
     else:
         head = shapes.continued(mtp_formats.load(options.start, runner), runner)
-    workspace.check_disk(NAME_OF_MTP, [runner.num_layers], head)
-    workspace.check_or_record_identity(NAME_OF_MTP, steps=options.steps, start=options.start)
+    workspace.check_disk(NAME_OF_MTP, head, [runner.num_layers])
+    workspace.check_identity(NAME_OF_MTP, steps=options.steps, start=options.start)
     cache = workspace.features([runner.num_layers])
     found = _train_rollout(workspace, NAME_OF_MTP, head, cache, plan, options.steps)
     finish(workspace, NAME_OF_MTP, out, found)
@@ -290,10 +288,9 @@ def train_block(workspace: Workspace, out: Path, plan: HeadPlan, options: BlockR
             shape.block_size, len(head.layers), shape.hidden_states, shape.markov_rank, shape.selector_rank, options.start
         )
     sizes = block_sizes(options, runner, workspace.seq_len)
-    if head is None:
-        shapes.check_new_block(runner, sizes)
-    workspace.check_disk(NAME_OF_BLOCK, [*sizes.hidden_states, runner.num_layers], head)
-    workspace.check_or_record_identity(NAME_OF_BLOCK, **asdict(sizes), start=options.start)
+    sized = shapes.check_new_block(runner, sizes) if head is None else head
+    workspace.check_disk(NAME_OF_BLOCK, sized, [*sizes.hidden_states, runner.num_layers])
+    workspace.check_identity(NAME_OF_BLOCK, **asdict(sizes), start=options.start)
     cache = workspace.features([*sizes.hidden_states, runner.num_layers])
     torch.manual_seed(plan.seed)
     if head is None:

@@ -84,7 +84,7 @@ def _check_fits(head: nn.Module, runner: ModelRunner) -> None:
     size = sum(parameter.numel() for parameter in head.parameters())
     if runner.device.type == "cpu":
         what = "the head in float32, with gradients and optimizer state, takes at least"
-        require_memory(FLOAT32 * COPIES * size, what, "train a smaller one")
+        require_memory(FLOAT32 * COPIES * size, what, "train a smaller one (without --start)")
     logger.info(
         "head with %.1fM parameters: training takes at least %s of memory, and up to %s on disk for checkpoints",
         size / 1e6,
@@ -97,10 +97,15 @@ def _medusa_shape(runner: ModelRunner, num_heads: int, num_layers: int, size: in
     return MedusaShape(num_heads, num_layers, runner.hidden_size, size or runner.vocab_size, mapped=size is not None)
 
 
-def check_new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, size: int | None) -> None:
-    """Raise ``OutriderError`` if new heads, with this size of a reduced vocabulary, take more than the memory."""
+def check_new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, size: int | None) -> MedusaHeads:
+    """Return new heads without weights. ``size``: of a reduced vocabulary.
+
+    Raises ``OutriderError`` if their training takes more than the memory.
+    """
     with torch.device("meta"):
-        _check_fits(MedusaHeads(_medusa_shape(runner, num_heads, num_layers, size)), runner)
+        heads = MedusaHeads(_medusa_shape(runner, num_heads, num_layers, size))
+    _check_fits(heads, runner)
+    return heads
 
 
 def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, draft_ids: Tensor | None = None) -> MedusaHeads:
@@ -155,10 +160,12 @@ def _eagle_shape(runner: ModelRunner, generation: int, hidden_states: tuple[int,
     return EagleShape(3, config, hidden, hidden_states, size or runner.vocab_size, reduced=size is not None)
 
 
-def check_new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], size: int | None) -> None:
-    """Raise ``OutriderError`` if a new head, with this size of a reduced vocabulary, takes more than the memory."""
+def check_new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], size: int | None) -> EagleHead:
+    """Like ``check_new_medusa``."""
     with torch.device("meta"):
-        _check_fits(EagleHead(_eagle_shape(runner, generation, hidden_states, size)), runner)
+        head = EagleHead(_eagle_shape(runner, generation, hidden_states, size))
+    _check_fits(head, runner)
+    return head
 
 
 def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], draft_ids: Tensor | None) -> EagleHead:
@@ -216,10 +223,12 @@ def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> Blo
     return trainable(head, runner)
 
 
-def check_new_block(runner: ModelRunner, sizes: BlockSizes) -> None:
-    """Raise ``OutriderError`` if a new head takes more than the memory."""
+def check_new_block(runner: ModelRunner, sizes: BlockSizes) -> BlockHead:
+    """Like ``check_new_medusa``."""
     with torch.device("meta"):
-        _check_fits(BlockHead(_block_shape(runner, sizes, 0)), runner)
+        head = BlockHead(_block_shape(runner, sizes, 0))
+    _check_fits(head, runner)
+    return head
 
 
 def _block_shape(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> BlockShape:
@@ -288,9 +297,7 @@ def trainable(head: Head, runner: ModelRunner) -> Head:
 def continued(head: Continued, runner: ModelRunner) -> Continued:
     """Return a loaded head in training on this target. Raises ``OutriderError`` if its training takes more than the memory."""
     _check_fits(head, runner)
-    if isinstance(head, FeatureHead):
-        trainable(head, runner)
-    return head.to(runner.device).requires_grad_(True)
+    return trainable(head, runner) if isinstance(head, FeatureHead) else head.to(runner.device).requires_grad_(True)
 
 
 def frequent_tokens(rows: Tensor, vocab_size: int, size: int) -> Tensor:

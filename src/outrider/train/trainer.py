@@ -181,7 +181,7 @@ class Trainer:
         ids = self.batches.batch(self.step, rows, seq_len).to(self.device)
         torch.manual_seed(step_seed(plan.seed, self.step))  # for the model's dropout, also after an interruption
         per_pass = rows if plan.pass_tokens is None else max(1, plan.pass_tokens // seq_len)
-        parts = self._accumulate(ids.split(per_pass), before)
+        parts = self._accumulate(ids.chunk(math.ceil(rows / per_pass)), before)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain, cycle, islice
 from secrets import token_hex
@@ -132,7 +132,7 @@ class Sweep:
             for load in self.loads:
                 report(self._progress(done, spent, f"{load.label}: warming up"))
                 for mode in self.modes:
-                    await self._warm_up(load, clients[mode.name], mode.name)
+                    await self._warm_up(load, clients[mode.name], mode.name, earlier)
                 group = Group(load)
                 for repeat in range(self.traffic.repeat):
                     runs: dict[str, LoadRun] = {}
@@ -174,11 +174,11 @@ class Sweep:
         sample = await counting.ask("a", max_tokens=1)
         return counting if sample.error is None else Client(http, body)
 
-    async def _warm_up(self, load: Load, client: Client, mode: str) -> None:
-        """Send short requests without timing, with the last prompts: the first ones are measured next."""
-        run = f"{self._nonce}, {load.label}, {mode}, warming up"
-        traffic = replace(self.traffic, prompts=self.traffic.prompts[::-1])
-        conversations = traffic.conversations(load, run)[: load.concurrency or 4]
+    async def _warm_up(self, load: Load, client: Client, mode: str, earlier: int) -> None:
+        """Send short requests without timing, with the prompts before those that are measured next."""
+        run, num = f"{self._nonce}, {load.label}, {mode}, warming up", load.concurrency or 4
+        before = earlier + num * (len(self.traffic.prompts) - 1)  # modulo the number of prompts, num earlier
+        conversations = self.traffic.conversations(load, run, before)[:num]
         await asyncio.gather(*[client.ask(first, max_tokens=WARMUP_TOKENS) for first, *_ in conversations])
 
     async def _measure(self, load: Load, client: Client, mode: Mode, repeat: int, earlier: int) -> LoadRun:

@@ -138,10 +138,15 @@ class Format:
     def __init__(self, config: Mapping[str, Any]) -> None:
         """``config``: the checkpoint's quantisation. Raises ``OutriderError`` for unsupported variants."""
 
-    def num_bytes(self, stored: Iterable[Tensor]) -> int:
-        """Return an upper bound of the bytes in memory of a checkpoint's tensors, which may be on the meta device."""
+    def num_bytes(self, stored: Iterable[Tensor], requested: torch.dtype | None = None) -> int:
+        """Return an upper bound of the bytes in memory of a checkpoint's tensors, which may be on the meta device.
+
+        ``requested``: dtype of the tensors that are not quantised; None: as in the files.
+        """
         per_float8 = 2 if self.growth == 2 else 4  # numbers and scales in float8 are decoded, others stay as they are
-        return sum(each.numel() * (per_float8 if each.dtype == torch.float8_e4m3fn else each.itemsize) for each in stored)
+        per_half = max(2, requested.itemsize) if requested is not None else 2
+        sizes = {torch.float8_e4m3fn: per_float8, torch.float16: per_half, torch.bfloat16: per_half}
+        return sum(each.numel() * sizes.get(each.dtype, each.itemsize) for each in stored)
 
     def read(self, layer: LayerTensors) -> QuantizedWeight | Tensor:
         """Return the weight: codes, or values [outputs, inputs] where these are exact in 16 or 32 bits.

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
-from outrider.errors import first_line, requires
+from outrider.errors import errors_as, first_line, requires
 from outrider.memory import gguf_parts
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import EXPERT_TENSOR, FACTORS, Architecture, Array
@@ -457,7 +457,7 @@ def _scaled(path: Path, tensors: dict[str, FileTensor], name: str, record: Archi
 
 def _read(path: Path) -> Any:
     """Return an open gguf.GGUFReader. Raises ``OutriderError``."""
-    with requires("gguf", str(path)):
+    with errors_as(f"cannot read {path}", ImportError), requires("gguf", str(path)):
         reader_of = import_module("gguf").GGUFReader
     try:
         reader = _quick(reader_of)(path)
