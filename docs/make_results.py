@@ -19,7 +19,7 @@ from typing import Any
 
 from scipy import special
 
-from outrider.bench.documents import headline, is_plain, label
+from outrider.bench.documents import busy_label, headline, is_plain, label
 from outrider.bench.statistics import LEVEL
 
 ROOT = Path(__file__).parent.parent
@@ -155,7 +155,7 @@ def bench_table(document: Document) -> str:
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         workload = "all" if many else str(cell["workload"])
-        others = f" with {cell['busy']} other busy process{'es' if cell['busy'] > 1 else ''}" if cell["busy"] else ""
+        others = f" with {busy_label(cell['busy'])}" if cell["busy"] else ""
         key: tuple[str, ...] = (workload, f"{cell['temperature']:g}", str(cell["batch"]), label(cell) + others)
         groups.setdefault(key, []).append(cell)
     rows = []

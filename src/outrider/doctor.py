@@ -254,12 +254,12 @@ def _is_significant(better: Run, drafted: Run) -> bool:
 def _memory_needed(checked: DoctorOptions, drafts: list[Any]) -> Iterator[Finding]:
     """Report whether weights in local folders fit into free memory.
 
-    The weights of a target to be quantised are not counted: their packed file may be in the cache, and its loader checks the
-    memory.
+    Those of a target to be quantised are not counted: a packed file in the cache may serve, and loading checks it.
     """
     needed = sum(weight_bytes(source) for source in drafts if isinstance(source, (str, Path)))
-    whose = "draft's " if checked.options.get("weights") else ""
-    if isinstance(checked.target, (str, Path)) and not whose:
+    is_quantised = bool(checked.options.get("weights"))
+    whose = "draft's " if is_quantised else ""
+    if isinstance(checked.target, (str, Path)) and not is_quantised:
         needed += _bytes_of_target(checked.target, checked.options)
     free = free_memory()
     if needed and free is not None:

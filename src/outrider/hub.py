@@ -25,7 +25,7 @@ from outrider.files import expanded, is_path
 from outrider.hub_errors import explained, what_it_is
 from outrider.memory import (
     INDEX_SUFFIX,
-    MEDUSA_FILES,
+    LOADED_NAMES,
     WEIGHT_NAMES,
     indexed_files,
     on_this_machine,
@@ -44,7 +44,7 @@ Source = TypeVar("Source")
 CONFIG = ("config.json",)
 TOKENIZER = (*CONFIG, "tokenizer_config.json", "tokenizer.json")
 SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # endings of the files beside the weights that are read
-FAILS = "the Hugging Face hub fails"  # if it counts as reachable: a proxy is down, or it answers with an error
+FAILS = "the Hugging Face hub fails"  # although it counts as reachable: a proxy is down, or it answers with an error
 CHUNK = 1 << 18  # bytes that are written at once; the hub client's 10 MiB hide the progress of a slow download
 
 # hub id, and quantisation or file; without these the id must say that it is one of GGUF files
@@ -316,7 +316,7 @@ def _weights_of(source: str, repository: Repository) -> list[str]:
     """Return the files of the weights that are loaded, and their index. Raises ``OutriderError`` if there are none."""
     names = repository.sizes
     stated = stated_file(_downloaded(source, CONFIG)) if CONFIG[0] in names else None
-    first = stated or next((name for name in (*WEIGHT_NAMES, *MEDUSA_FILES) if name in names), None)
+    first = stated or next((name for name in LOADED_NAMES if name in names), None)
     if first is None or first not in names:
         raise OutriderError(f"{source} has no weights in a known format: {expected_weights(names, stated)}")
     if not first.endswith(INDEX_SUFFIX):

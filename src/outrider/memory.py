@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -18,6 +18,7 @@ INDEX_SUFFIX = ".index.json"
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_NAMES = ("model.safetensors", INDEXES[0], "pytorch_model.bin", INDEXES[1])  # transformers' order of preference
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+LOADED_NAMES = (*WEIGHT_NAMES, *MEDUSA_FILES)  # in order of preference
 UNLIMITED = 1 << 60  # control groups version 1 report a larger number if there is no limit
 
 
@@ -94,7 +95,8 @@ def weight_files(source: str | Path) -> list[Path]:
     folder = on_this_machine(source)
     if folder is None:
         return []
-    first, names = first_file(folder, MEDUSA_FILES), list[str]()
+    names: list[str] = []
+    first = first_file(folder)
     if first is None:
         names = [file.name for file in folder.glob("*.gguf")]
     else:
@@ -103,12 +105,9 @@ def weight_files(source: str | Path) -> list[Path]:
     return sorted(file for file in map(folder.joinpath, names) if file.is_file())  # no links to files deleted from a cache
 
 
-def first_file(folder: Path, extra: Sequence[str] = ()) -> str | None:
-    """Return the name of the weights, or of their index, that a folder's config.json states, else of the first that exists.
-
-    ``extra``: further names, after those of transformers. None if no such file exists.
-    """
-    return stated_file(folder) or next((name for name in (*WEIGHT_NAMES, *extra) if (folder / name).is_file()), None)
+def first_file(folder: Path) -> str | None:
+    """Return the name of the weights, or of their index, that a folder's config.json states, else of the first that exists."""
+    return stated_file(folder) or next((name for name in LOADED_NAMES if (folder / name).is_file()), None)
 
 
 def stated_file(folder: Path) -> str | None:

@@ -58,6 +58,11 @@ def condition(cell: Cell) -> str:
     return name + (f", {cell['busy']} busy" if cell["busy"] else "")
 
 
+def busy_label(num: int) -> str:
+    """Return the number of other busy processes in words."""
+    return f"{num} other busy process{'es' if num > 1 else ''}"
+
+
 def read(path: Path) -> dict[str, Any]:
     """Read a document of ``outrider bench --out``. Raises ``OutriderError`` for anything else."""
     try:

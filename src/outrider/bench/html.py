@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from outrider.bench.breakdown import MEANING, PARTS
-from outrider.bench.documents import Cell, at, condition, distinct, headline, is_plain, label, loop_warnings
+from outrider.bench.documents import Cell, at, busy_label, condition, distinct, headline, is_plain, label, loop_warnings
 from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
 from outrider.bench.tables import Columns, number, percent, reason, rows_of, span
 from outrider.errors import how_to_install
@@ -62,7 +62,7 @@ def filled(package: str, name: str, **parts: Any) -> str:
 def _heading(temperature: float, cells: Sequence[Cell]) -> str:
     batch, busy = distinct(cells, "batch")[0], cells[0]["busy"]
     title = ("Greedy" if temperature == 0 else f"Temperature {temperature:g}") + f", batch {batch}"
-    return title + (f", {busy} other busy process{'es' if busy > 1 else ''}" if busy else "")
+    return title + (f", {busy_label(busy)}" if busy else "")
 
 
 def _notes(result: Mapping[str, Any]) -> list[str]:

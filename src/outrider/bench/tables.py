@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.bench.breakdown import main_part
-from outrider.bench.documents import Cell, at, condition, distinct, headline, is_plain, label
+from outrider.bench.documents import Cell, at, busy_label, condition, distinct, headline, is_plain, label
 from outrider.errors import printable
 
 MANY_WORKLOADS = 3  # minimum number of workloads for a table of workloads x methods
@@ -108,7 +108,7 @@ def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:
         if len(workloads) < MANY_WORKLOADS:
             continue
         title = f"tokens per target pass, and speedup; temperature {temperature:g}, batch {batch}"
-        view = table_of(title + (f", {busy} busy processes" if busy else ""), *names, keys=("workload",))
+        view = table_of(title + (f", {busy_label(busy)}" if busy else ""), *names, keys=("workload",))
         for workload in workloads:
             _add_pairs(view, workload, names, at(found, workload=workload))
         view.add_section()

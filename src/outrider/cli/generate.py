@@ -94,7 +94,7 @@ def grammar_of(schema: dict[str, Any], llm: LLM) -> Grammar:
 def stream_to_screen(
     llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool
 ) -> tuple[str, KeyboardInterrupt | None]:
-    """Stream to stdout, then print a summary to stderr. Returns the text, and an interrupt or None."""
+    """Stream to stdout, then print a summary to stderr. Returns the text, and the interrupt that ended it."""
     from outrider.cli.session import streamed
 
     painter = painter_for(llm) if show else None

@@ -19,7 +19,7 @@ from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, check_text, errors_as
 from outrider.family import TARGET, drafts
 from outrider.files import expanded, not_a_model_folder
-from outrider.memory import weight_files
+from outrider.memory import on_this_machine, weight_files
 from outrider.method_text import is_draft_option, split_method, split_methods
 from outrider.options import declared
 from outrider.registry import AUTO, PLAIN, PROPOSERS, VERIFIERS
@@ -175,10 +175,7 @@ def check_source(model: str | None, growth: float = 1.0) -> None:
         raise OutriderError(f"no model folder {model!r}: {hub.expected_of(model)}")
     if not hub.is_reachable():
         hub.disable()  # otherwise huggingface_hub retries every file six times
-        from huggingface_hub import try_to_load_from_cache
-
-        known = try_to_load_from_cache(model, "config.json")
-        if not isinstance(known, str):
+        if on_this_machine(model) is None:
             raise hub.not_cached(model)
     show_notices()
     hub.check_repository(model)
@@ -220,9 +217,9 @@ def _loaded(target: str | None, arguments: dict[str, Any]) -> LLM:
 
 
 def _stay_offline(models: ModelOptions, methods: Iterable[str], drafts: Mapping[str, Any]) -> None:
-    """Disable hub access if all models are local folders, also the drafts that the methods name.
+    """Disable hub access if the target, the draft and all drafts that the methods name are local folders.
 
-    ``drafts``: the sources of names; loaded heads need no files.
+    ``drafts``: sources by name; a head that is already loaded needs no files.
     """
     options = [option for method in methods for option in split_method(method)[1].items()]
     named = [drafts.get(value, value) for name, value in options if is_draft_option(name)]
@@ -296,7 +293,7 @@ def loading(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def prepare(llm: LLM, models: ModelOptions) -> None:
-    """Compile if requested, and with a fixed K time a plain pass for the summary, before timing starts."""
+    """Compile if requested, and measure a plain pass for the summary if K is fixed; both before timing starts."""
     if models.compile == "always":
         with waiting("compiling"):
             llm.warmup()

@@ -270,9 +270,9 @@ class Engine:
         unscored = [entry for entry in entries if entry.is_prompt_unscored]
         if unscored:
             self._score_prompts(unscored)
-        others = [entry for entry in entries if not entry.is_prompt_unscored]
-        are_prefilled = self.runner.prefill(*_sequences(others), self._hidden)
-        for entry, is_prefilled in zip(others, are_prefilled, strict=True):
+        ready = [entry for entry in entries if not entry.is_prompt_unscored]  # maybe since this chunk
+        are_prefilled = self.runner.prefill(*_sequences(ready), self._hidden)
+        for entry, is_prefilled in zip(ready, are_prefilled, strict=True):
             self.scheduler.move(entry, State.FIRST_ROUND if is_prefilled else State.PREFILL)
 
     def _score_prompts(self, entries: Sequence[Entry]) -> None:

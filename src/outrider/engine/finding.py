@@ -32,8 +32,8 @@ from outrider.types import OutriderError
 logger = getLogger(__name__)
 
 PAIRS = Path(__file__).with_name("drafters.toml")
-# What publishers of quantised files add to a model's name, and "Meta-", which the names of Llama 3 had first.
-PUBLISHED = re.compile(
+# What quantised copies add to a model's name (publisher_, -AWQ, ...), and "Meta-", with which Llama 3's first names begin.
+AFFIXES = re.compile(
     r"^([^_]+_)?(Meta-)?|[.-]i1$|-(AWQ|FP8(-dynamic)?|NVFP4|GPTQ-Int[48]|quantized\.w\d+a\d+|(unsloth-)?bnb-4bit)$",
     re.IGNORECASE,
 )
@@ -154,7 +154,7 @@ def known_drafters(target: TargetFiles) -> list[str]:
     own_names = [_hub_id(folder.parents[1]) if folder.parent.name == "snapshots" else folder.name]
     if file is not None:
         own_names.append(QUANTISATION.sub("", file.name))
-    plain_names = {PUBLISHED.sub("", name.rpartition("/")[2]).lower() for name in own_names}
+    plain_names = {AFFIXES.sub("", name.rpartition("/")[2]).lower() for name in own_names}
     for hub_id, by_method in table.items():
         if hub_id.rpartition("/")[2].lower() in plain_names:
             automatic = [names for method, names in by_method.items() if method != DEFAULT_METHOD_WITH_FOREIGN_DRAFT]

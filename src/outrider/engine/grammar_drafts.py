@@ -95,6 +95,10 @@ class _Row:
     drafts: list[int] = field(default_factory=list)  # all of these, in the order of the round's proposal
 
     @property
+    def has_guesses(self) -> bool:
+        return len(self.before) > self.num_certain
+
+    @property
     def has_any(self) -> bool:
         return bool(self.before or self.after or any(self.own))
 
@@ -171,14 +175,12 @@ class GrammarDrafts:
         """Choose the tokens before the inner drafter's drafts, if it is asked for ``wanted`` of them."""
         if wanted > 2 * len(row.before):  # otherwise guesses are worth more: they take no pass of a draft model
             row.before = row.before[: row.num_certain]
-        has_guesses = len(row.before) > row.num_certain
-        if not self._drafts_ahead and not has_guesses and wanted > len(row.before):
+        if not self._drafts_ahead and not row.has_guesses and wanted > len(row.before):
             row.before = []  # the proposer drafts these itself, because the masks allow no others
 
     def _inner_limit(self, row: _Row, limit: int) -> int:
         """Return how many drafts the inner drafter may make: none after guesses, or after tokens that it cannot continue."""
-        has_guesses = len(row.before) > row.num_certain
-        if has_guesses or (row.before and not self._drafts_ahead):
+        if row.has_guesses or (row.before and not self._drafts_ahead):
             return 0
         return max(min(limit, row.room - len(row.before)), 0)
 

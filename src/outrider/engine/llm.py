@@ -367,25 +367,27 @@ class LLM:
         try:
             with self._lock, _deferred_interrupts():
                 for completion in completions:
-                    self._close_completion(completion)
+                    if not self._deliver(completion):
+                        continue
+                    if self._is_stepping:  # an abandoned stream may be collected during a step
+                        self._to_abort.append(completion.request_id)
+                    elif not self._is_closed:
+                        completion.text += self.engine.abort(completion.request_id)
         except BaseException:
             for completion in completions:
-                self._close_completion(completion, is_locked=False)
-            self._to_abort += [completion.request_id for completion in completions]  # also those whose abort was interrupted
+                self._deliver(completion)
+                self._to_abort.append(completion.request_id)  # also those whose abort was interrupted
             raise
 
-    def _close_completion(self, completion: Completion, is_locked: bool = True) -> None:
-        """Deliver what a request has, such as of the step during which Ctrl-C was pressed, then abort it if it is open."""
+    def _deliver(self, completion: Completion) -> bool:
+        """Deliver what a request has, such as of the step during which Ctrl-C was pressed. Return whether it was still open."""
         inbox = self._inbox.pop(completion.request_id, None)
         for emission in list(inbox.emissions) if inbox is not None else ():
             completion.add(emission)
         if completion.finish_reason is not None:
-            return
+            return False
         completion.finish_reason = "abort"
-        if self._is_stepping:  # an abandoned stream may be collected during a step
-            self._to_abort.append(completion.request_id)
-        elif is_locked and not self._is_closed:
-            completion.text += self.engine.abort(completion.request_id)
+        return True
 
     def _submit(self, jobs: Sequence[_Job], open_ids: dict[str, Completion]) -> None:
         """Queue the requests of all prompts."""

@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def is_prompt_unscored(self) -> bool:
-        """Return whether log-probabilities of the prompt are wanted that are still unknown."""
+        """Return whether log-probabilities of the prompt's tokens remain to be computed."""
         return self.request.scores_prompt and len(self.prompt_logprobs) < self.request.num_prompt_tokens - 1
 
     @property

@@ -52,7 +52,8 @@ class Deployment:
     def k(self) -> int:
         """Return the number of drafts per round, at most the method's depth; a typical one if the plan sets none."""
         k = self.kind.usual_k if self.own_k is None else self.own_k
-        return min(k, getattr(self.kind, "max_depth", None) or k)
+        depth = self.kind.max_depth if isinstance(self.kind, TreeHead) else None
+        return min(k, depth or k)
 
     @property
     def is_recurrent(self) -> bool:
@@ -70,11 +71,18 @@ class Deployment:
         return None if value == AUTO else value
 
     @cached_property
+    def whole_config(self) -> PreTrainedConfig:
+        """Return the target's config; a multimodal model's contains ``config``."""
+        from outrider.runner.loading import load_config
+
+        return load_config(self.target)
+
+    @property
     def config(self) -> PreTrainedConfig:
         """Return the target's text config."""
-        from outrider.runner.loading import load_config, text_config
+        from outrider.runner.loading import text_config
 
-        return text_config(load_config(self.target))
+        return text_config(self.whole_config)
 
     @cached_property
     def eos_token_ids(self) -> list[int]:
@@ -82,14 +90,12 @@ class Deployment:
         from transformers import GenerationConfig
 
         from outrider.engine.config import load_tokenizer, united_eos
-        from outrider.runner.loading import load_config
 
-        config = load_config(self.target)
         try:
             generation = GenerationConfig.from_pretrained(self.target)
         except (OSError, ValueError):  # not every model has this file
-            generation = GenerationConfig.from_model_config(config)
-        sources: list[object] = [generation, config]
+            generation = GenerationConfig.from_model_config(self.whole_config)
+        sources: list[object] = [generation, self.whole_config]
         with suppress(OutriderError):
             sources.append(load_tokenizer(self.target))
         return sorted(united_eos(sources))

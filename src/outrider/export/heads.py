@@ -17,7 +17,6 @@ from outrider.heads.checkpoint import MTP, find_folder, kinds_of, read_config, r
 from outrider.heads.eagle import EagleShape, check_hidden_states
 from outrider.proposers import portable
 from outrider.proposers.recognition import TargetFiles
-from outrider.runner.loading import load_config
 from outrider.types import OutriderError
 
 Heads = TypeVar("Heads", bound=nn.Module)
@@ -61,7 +60,7 @@ def own_head(kind: portable.OwnHead, deployment: Deployment, engine: str, types:
     found = kinds_of(folder)
     if found and MTP not in found:
         raise OutriderError(f"{folder} holds no MTP head: give the method's draft a folder that does, or train one")
-    named = load_config(deployment.target).model_type if own is None else read_config(find_folder(own)).get("model_type")
+    named = deployment.whole_config.model_type if own is None else read_config(find_folder(own)).get("model_type")
     if named not in types:
         advice = "train an EAGLE head (outrider train eagle), or serve the plan with `outrider serve`"
         raise OutriderError(f"{engine} has no MTP heads for models of type {named!r}: {advice}")

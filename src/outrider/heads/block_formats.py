@@ -138,7 +138,7 @@ def _shape(files: HeadFiles, layer: Mapping[str, Any], target: TargetSizes) -> B
 
 
 def stated_layers(config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the hidden states that a config names, and the layers, counted from 0, whose outputs it names instead."""
+    """Return the hidden states that a config lists, and the layers, counted from 0, whose outputs it lists; None if absent."""
     inner = config.get("dflash_config") or {}
     return config.get("aux_hidden_state_layer_ids"), inner.get("target_layer_ids") or config.get("target_layer_ids")
 

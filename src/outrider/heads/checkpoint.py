@@ -29,8 +29,8 @@ from outrider.hub import fetch
 from outrider.memory import (
     INDEX_SUFFIX,
     INDEXES,
+    LOADED_NAMES,
     MEDUSA_FILES,
-    WEIGHT_NAMES,
     first_file,
     indexed_files,
     weight_files,
@@ -269,9 +269,9 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     file = _gguf(folder)
     if file is not None or folder.is_file():
         return [file or folder]
-    first = first_file(folder, MEDUSA_FILES)
+    first = first_file(folder)
     if first is None:
-        expected = ", ".join(name for name in (*WEIGHT_NAMES, *MEDUSA_FILES) if name not in INDEXES)
+        expected = ", ".join(name for name in LOADED_NAMES if name not in INDEXES)
         raise OutriderError(f"{folder} has no weights: expected one of {expected}")
     names = indexed_files(folder, first, prefix)
     missing = [name for name in names if not (folder / name).exists()]

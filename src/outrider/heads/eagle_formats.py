@@ -141,7 +141,7 @@ def _shape_of_generation_3(files: HeadFiles, llama: LlamaConfig, num_layers: int
 
 
 def stated_layers(config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the hidden states that a config names, and, as ``eagle_config`` does, the layers whose outputs they are."""
+    """Return the hidden states that a config lists, and the layers whose outputs ``eagle_config`` lists; None if absent."""
     key, inner = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
     return config.get(key), inner.get(key)
 

@@ -127,7 +127,7 @@ class CombinedProposer(Proposer):
                 from_second = self._second.propose(context.take(rows), rows, min(k, self._second.proposer.auto_drafts))
             except RequestFault:  # other requests continue, but no verdict follows on the first one's drafts: they must go
                 first = self._first.proposer
-                if self._first.rows and not first.is_model_free and not first.needs_hidden:  # heads do not keep drafts
+                if self._first.rows and not first.is_model_free and not first.needs_hidden:  # its next propose fills the cache
                     first.release(context.request_ids)
                 raise
         second_rows = {b: i for i, b in enumerate(rows) if from_second.lens[i] > 0}

@@ -249,15 +249,15 @@ class DraftModelMethod(MethodSpec):
         tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is None or tokenizer is None:
             yield Finding("suspicious", "vocabulary", "target or draft has no tokenizer, so token ids cannot be compared")
+            return
+        try:
+            difference = check_same_vocabulary(setting.tokenizer, tokenizer)
+        except OutriderError as error:
+            yield Finding("wrong", "vocabulary", str(error))
         else:
-            try:
-                difference = check_same_vocabulary(setting.tokenizer, tokenizer)
-            except OutriderError as error:
-                yield Finding("wrong", "vocabulary", str(error))
-            else:
-                same = f"the same {len(tokenizer):,} tokens, special ones included"
-                yield Finding("ok", "vocabulary", same) if difference is None else Finding("note", "vocabulary", difference)
-        if draft.vocab_size != setting.target.vocab_size and setting.tokenizer is not None and tokenizer is not None:
+            same = f"the same {len(tokenizer):,} tokens, special ones included"
+            yield Finding("ok", "vocabulary", same) if difference is None else Finding("note", "vocabulary", difference)
+        if draft.vocab_size != setting.target.vocab_size:
             rows = f"{draft.vocab_size:,} rows in the draft's embedding, {setting.target.vocab_size:,} in the target's"
             yield Finding("note", "embedding", f"{rows}: the extra rows are padding and are cut")
 

@@ -170,9 +170,8 @@ class KVCache(PassThrough):
 
     def row_bytes(self, slots: int) -> int:
         """Return the memory of a row with that many slots, recurrent states included."""
-        return slots * self.shape.floats_per_token * self.dtype.itemsize + 4 * self.shape.states.floats_per_row(
-            self.states.slots
-        )
+        states = 4 * self.shape.states.floats_per_row(self.states.slots)
+        return slots * self.shape.floats_per_token * self.dtype.itemsize + states
 
     @property
     def num_rows(self) -> int:

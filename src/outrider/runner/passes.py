@@ -23,7 +23,7 @@ ProgramKey = tuple[tuple[int, ...], LayerSpan]  # (hidden states, layers)
 
 
 class ProgramRunner:
-    """Runs the programs of one model. One is compiled only if all before it are.
+    """Runs the programs of one model. One is compiled only if all that run before it are.
 
     Compiled and eager programs round differently, so changing from one to the other could change the text of the same request:
     only ``compile_now`` does, for all programs or for none.

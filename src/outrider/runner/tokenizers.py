@@ -75,7 +75,7 @@ def _check_learned(target: dict[str, int], draft: dict[str, int], added: Collect
 def check_same_files(target: Path, draft: Path) -> None:
     """Raise ``DifferentVocabulary`` unless the tokenizers of two folders or GGUF files agree, without loading a tokenizer.
 
-    Also if they have no files that can be compared.
+    It is also raised if there are no files to compare.
     """
     name = next((name for name in TOKENIZER_FILES if (target / name).exists() and (draft / name).exists()), None)
     if name is not None:

@@ -26,7 +26,7 @@ class RoundTrace:
         return cls(start, tuple(ends), seconds)
 
     @property
-    def price(self) -> float:
+    def seconds_per_round(self) -> float:
         """Return the mean seconds of a round."""
         return self.seconds / len(self.ends)
 
@@ -36,11 +36,11 @@ class RoundTrace:
 
     def seconds_from(self, position: int) -> float:
         """Return the seconds of the rounds that end after ``position``."""
-        return self.price * (len(self.ends) - bisect_right(self.ends, position))
+        return self.seconds_per_round * (len(self.ends) - bisect_right(self.ends, position))
 
 
 def common_start(traces: Sequence[RoundTrace]) -> int:
-    """Return the number of tokens from which on all candidates were measured."""
+    """Return the number of tokens after which the rounds of every candidate were measured."""
     return max(trace.start for trace in traces)
 
 
@@ -50,7 +50,7 @@ def least_seconds(traces: Sequence[RoundTrace]) -> float:
     end = min(trace.ends[-1] for trace in traces)  # the last rounds may end after the output
     least = [0.0] * (end + 1)
     for position in range(end - 1, start - 1, -1):
-        least[position] = min(trace.price + least[min(trace.end_from(position), end)] for trace in traces)
+        least[position] = min(trace.seconds_per_round + least[min(trace.end_from(position), end)] for trace in traces)
     return least[start]
 
 

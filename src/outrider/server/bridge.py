@@ -36,9 +36,9 @@ def call_in_temporary_thread(work: Callable[[], Result]) -> Result:
     """Call ``work`` in a temporary thread and return its result. Raises what ``work`` raises.
 
     OpenMP's worker threads belong to the thread that first used them and live as long as it does. If there are more of them
-    than cores, libgomp lets none spin between two operations, which slows down passes unless ``OMP_WAIT_POLICY`` is passive
-    anyway, as ``outrider/__init__.py`` sets it. So only the engine thread may keep them. An executor's thread would not do:
-    Ctrl-C waits for it.
+    than cores, none spins between two operations, which slows passes down if the user sets ``OMP_WAIT_POLICY`` to active (it is
+    passive by default, see ``outrider/__init__.py``). So only the engine thread may keep such threads. An executor's thread
+    would not do: Ctrl-C waits for it.
     """
     result: Future[Result] = Future()
 
@@ -108,11 +108,13 @@ class Stream:
                 if emission.finish_reason is not None:
                     self._open.discard(emission.request_id)
                 yield emission
-            if self._open and self._is_stopped:
+            if not self._open:
+                return
+            if self._is_stopped:
                 raise Stopping
-            if self._open and monotonic() >= self._deadline:
+            if monotonic() >= self._deadline:
                 raise TimeoutError
-            if self._open and monotonic() >= self.ping_due:
+            if monotonic() >= self.ping_due:
                 yield None
 
     def put(self, emission: Emission) -> None:
@@ -145,7 +147,7 @@ class Stream:
 
 
 class EngineBridge:
-    """Run an ``LLM``'s engine in its own thread. Call all methods from the event loop's thread; any may read properties."""
+    """Run an ``LLM``'s engine in its own thread. Call methods from the event loop's thread; any thread may read properties."""
 
     def __init__(self, llm: LLM, max_queue: int = 256, interval: float = 0.0) -> None:
         """``max_queue``: maximum number of waiting sequences; ``interval``: see ``Stream``."""

@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any
 
 from outrider.engine.queue import FairQueue
-from outrider.errors import one_line
+from outrider.errors import first_line
 from outrider.server.bridge import Busy, Stopping
 from outrider.server.config import Client
 from outrider.server.worker import SLOWDOWN, Job, in_line
@@ -212,9 +212,7 @@ class WorkerPool:
             try:
                 worker = await Worker.start(self._setup)
             except Exception as error:  # whatever it is, the next attempt may succeed
-                reason = one_line(str(error)) or type(error).__name__
-                if isinstance(error, TimeoutError):
-                    reason = f"not ready after {START_SECONDS:g} s"
+                reason = f"not ready after {START_SECONDS:g} s" if isinstance(error, TimeoutError) else first_line(error)
                 if self._start_error is None:
                     logger.error("cannot start a process to %s: %s", self._what, reason)
                 self._start_error = reason

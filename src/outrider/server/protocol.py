@@ -118,9 +118,9 @@ class Body(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Return the JSON schema of the OpenAPI document, which allows the ignored fields, too."""
-        shown = handler.resolve_ref_schema(handler(schema))
-        shown["properties"] = {name: {} for name in sorted(cls.ignored)} | shown.get("properties", {})
-        return shown
+        found = handler.resolve_ref_schema(handler(schema))
+        found["properties"] = {name: {} for name in sorted(cls.ignored)} | found.get("properties", {})
+        return found
 
 
 class StreamOptions(Body):

@@ -198,7 +198,7 @@ class ParsedReply(Reply):
         self._is_fresh = False  # no text of this field yet: whitespace after a delimiter is dropped
         self._num_quoted = 0  # markers of the end of a call that were found in its strings
         self._separator = ""  # between two parts of the content
-        self._ids = set[str | None]()  # those of the model that calls have: it may repeat one
+        self._ids = set[str | None]()  # of calls, as the model wrote them: it may repeat one
         begun = [match.end() for match in form.start_anchor_re.finditer(prompt_end)]
         self._text = prompt_end[begun[-1] :] if begun else ""
         self._position, self._spans = 0, list[tuple[int, float]]()  # in the text of the prompt and the reply
@@ -319,8 +319,8 @@ class ParsedReply(Reply):
             captures = {name: value for name, value in opening.groupdict().items() if value is not None}
             calls = self._parsed(self._text[opening.end() : end], captures) if end is not None else []
         kept = calls[: None if self._body.parallel_tool_calls else 1 - self.num_calls]
+        given = opening.groupdict().get("id")
         for call in kept:
-            given = opening.groupdict().get("id")
             part.add(Part(calls=[self._call(*call, None if given in self._ids else given)]))
             self._ids.add(given)
         if not calls:

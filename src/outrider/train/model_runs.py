@@ -21,6 +21,7 @@ from outrider.heads.checkpoint import named_errors
 from outrider.memory import require_memory, weight_bytes
 from outrider.runner import gguf, loading
 from outrider.runner.checkpoints.formats import quantization_of
+from outrider.runner.config import torch_device
 from outrider.runner.loading import context_length, decoder_layers, text_config
 from outrider.runner.parallel_draft import mask_token_of
 from outrider.runner.survey import survey_without_weights
@@ -165,8 +166,7 @@ def trainable(source: str) -> PreTrainedModel:
     Raises ``OutriderError`` like ``check_trainable``, and for broken or incomplete weights.
     """
     check_trainable(source)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = loading.load_model(source, loading.load_config(source), "auto", device)
+    model = loading.load_model(source, loading.load_config(source), "auto", torch_device("auto"))
     loading.check_weights(model, source)
     return model.float()
 

@@ -117,10 +117,11 @@ class Workspace:
     def check_disk(self, name: str, model: nn.Module, layers: Sequence[int] = ()) -> None:
         """Raise ``OutriderError`` if the disk lacks room for the checkpoints of ``model`` and for these hidden states.
 
-        Called before the target generates text, which may take hours. ``model`` may be without weights.
+        Does nothing unless the target will generate text, which may take hours: otherwise the later checks come soon enough.
+        ``model`` may be without weights.
         """
         if self.rows is not None or not self.source.regenerate:
-            return  # text is read in no time, and the features and the checkpoints are checked again
+            return  # capture() and Trainer check again
         self.work.mkdir(parents=True, exist_ok=True)
         width = int(loading.text_config(self.model).hidden_size)
         needed = missing_bytes(self.work / "features", self.text_rows(), len(set(layers)), width)

@@ -29,8 +29,7 @@ from outrider.types import OutriderError
 logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", LlamaConfig, Qwen3Config)
-Head = TypeVar("Head", bound=FeatureHead)
-Continued = TypeVar("Continued", bound=nn.Module)
+Head = TypeVar("Head", bound=nn.Module)
 
 FLOAT32 = 4  # bytes of a weight
 COPIES = 3  # of the weights in float32 in training: themselves, gradients, and at least one state of the optimizer
@@ -79,8 +78,8 @@ def final_scale(runner: ModelRunner) -> Tensor:
     return scale.float()
 
 
-def _check_fits(head: nn.Module, runner: ModelRunner) -> None:
-    """Raise ``OutriderError`` if the training of a head takes more than the memory; it may be without weights."""
+def _check_fits(head: Head, runner: ModelRunner) -> Head:
+    """Return the head, which may be without weights. Raises ``OutriderError`` if its training takes more than the memory."""
     size = sum(parameter.numel() for parameter in head.parameters())
     if runner.device.type == "cpu":
         what = "the head in float32, with gradients and optimizer state, takes at least"
@@ -91,6 +90,7 @@ def _check_fits(head: nn.Module, runner: ModelRunner) -> None:
         in_bytes(FLOAT32 * COPIES * size),
         in_bytes(2 * FLOAT32 * WEIGHT_COPIES_PER_CHECKPOINT * size),
     )
+    return head
 
 
 def _medusa_shape(runner: ModelRunner, num_heads: int, num_layers: int, size: int | None) -> MedusaShape:
@@ -103,9 +103,7 @@ def check_new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, size:
     Raises ``OutriderError`` if their training takes more than the memory.
     """
     with torch.device("meta"):
-        heads = MedusaHeads(_medusa_shape(runner, num_heads, num_layers, size))
-    _check_fits(heads, runner)
-    return heads
+        return _check_fits(MedusaHeads(_medusa_shape(runner, num_heads, num_layers, size)), runner)
 
 
 def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, draft_ids: Tensor | None = None) -> MedusaHeads:
@@ -163,9 +161,7 @@ def _eagle_shape(runner: ModelRunner, generation: int, hidden_states: tuple[int,
 def check_new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], size: int | None) -> EagleHead:
     """Like ``check_new_medusa``."""
     with torch.device("meta"):
-        head = EagleHead(_eagle_shape(runner, generation, hidden_states, size))
-    _check_fits(head, runner)
-    return head
+        return _check_fits(EagleHead(_eagle_shape(runner, generation, hidden_states, size)), runner)
 
 
 def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], draft_ids: Tensor | None) -> EagleHead:
@@ -226,9 +222,7 @@ def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> Blo
 def check_new_block(runner: ModelRunner, sizes: BlockSizes) -> BlockHead:
     """Like ``check_new_medusa``."""
     with torch.device("meta"):
-        head = BlockHead(_block_shape(runner, sizes, 0))
-    _check_fits(head, runner)
-    return head
+        return _check_fits(BlockHead(_block_shape(runner, sizes, 0)), runner)
 
 
 def _block_shape(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> BlockShape:
@@ -288,16 +282,16 @@ def trainable(head: Head, runner: ModelRunner) -> Head:
     """Return the head in training on this target."""
     if isinstance(head, (EagleHead, MtpHead)):
         head.set_attention(rollout_attention.NAME)
-    output = output_layer(runner)
-    postprocess, output.postprocess = output.postprocess, None  # separate, because a block drafter may have its own instead
-    head.share_target_modules(runner.model.get_input_embeddings(), output, postprocess)
+    if isinstance(head, FeatureHead):
+        output = output_layer(runner)
+        postprocess, output.postprocess = output.postprocess, None  # separate: a block drafter may have its own instead
+        head.share_target_modules(runner.model.get_input_embeddings(), output, postprocess)
     return head.to(runner.device).requires_grad_(True)
 
 
-def continued(head: Continued, runner: ModelRunner) -> Continued:
+def continued(head: Head, runner: ModelRunner) -> Head:
     """Return a loaded head in training on this target. Raises ``OutriderError`` if its training takes more than the memory."""
-    _check_fits(head, runner)
-    return trainable(head, runner) if isinstance(head, FeatureHead) else head.to(runner.device).requires_grad_(True)
+    return trainable(_check_fits(head, runner), runner)
 
 
 def frequent_tokens(rows: Tensor, vocab_size: int, size: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -93,7 +94,7 @@ def _acceptance(runs: Sequence[LoadRun]) -> dict[str, Any]:
     counted = [run.counted for run in runs if run.counted is not None]
     total: Counters = {}
     if len(counted) == len(runs):
-        total = {key: sum(each.get(key, 0.0) for each in counted) for each in counted for key in each}
+        total = {key: sum(each.get(key, 0.0) for each in counted) for key in dict.fromkeys(chain.from_iterable(counted))}
         drafts, accepted = (total.get((name, ""), 0.0) for name in (DRAFTS, ACCEPTED))
     else:
         drafts = float(sum(sample.num_drafts for run in runs for sample in run.samples))

@@ -177,7 +177,7 @@ class Sweep:
     async def _warm_up(self, load: Load, client: Client, mode: str, earlier: int) -> None:
         """Send short requests without timing, with the prompts before those that are measured next."""
         run, num = f"{self._nonce}, {load.label}, {mode}, warming up", load.concurrency or 4
-        before = earlier + num * (len(self.traffic.prompts) - 1)  # modulo the number of prompts, num earlier
+        before = (earlier - num) % len(self.traffic.prompts)  # the num conversations before, cyclically
         conversations = self.traffic.conversations(load, run, before)[:num]
         await asyncio.gather(*[client.ask(first, max_tokens=WARMUP_TOKENS) for first, *_ in conversations])
 

@@ -22,11 +22,6 @@ def _bias_at(name: str) -> dict[str, str]:
     return {r"exp_probs_b\.bias": name}
 
 
-def _experts_as(count: str) -> dict[str, str]:
-    """Return the entries with the number of experts, whose name in the config is ``count``, and of those chosen for a token."""
-    return {count: "expert_count", "num_experts_per_tok": "expert_used_count"}
-
-
 Q_BIAS = "blk.0.attn_q.bias"
 BIAS = {"attention_bias": Q_BIAS}
 BIASES = BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}
@@ -50,7 +45,7 @@ DEEPSEEK: dict[str, Any] = {
 }
 DEEPSEEK_V2 = Architecture("deepseek_v2", configs.deepseek_v2, router=SOFTMAX, **DEEPSEEK)
 OLMO3 = Architecture("olmo3", configs.olmo3, theta=5e5)
-MIXTRAL = Architecture("mixtral", entries=_experts_as("num_local_experts"), changes_like="llama")
+MIXTRAL = Architecture("mixtral", entries=configs.expert_entries("num_local_experts"), changes_like="llama")
 GRANITE_EXPERTS = {
     r"ffn_gate_inp\.weight": "block_sparse_moe.router.weight",
     **_experts_at("block_sparse_moe.experts"),
@@ -160,7 +155,7 @@ ARCHITECTURES = {
     ),
     "smollm3": Architecture("smollm3", changes_like="llama"),
     "olmo2": Architecture("olmo2", variant=lambda entry, _: OLMO3 if entry("attention.sliding_window") else None),
-    "olmoe": Architecture("olmoe", entries=_experts_as("num_experts")),
+    "olmoe": Architecture("olmoe", entries=configs.expert_entries("num_experts")),
     "exaone4": Architecture("exaone4", configs.exaone4, none_if_missing=("sliding_window",)),
     "seed_oss": Architecture("seed_oss", flags=BIAS | {"attention_out_bias": "blk.0.attn_output.bias"}),
     "glm4": Architecture("glm4", configs.partial_rotary, theta=1e4, flags=BIAS),
@@ -205,7 +200,12 @@ ARCHITECTURES = {
         ignored=SHARED_WIDTH,
     ),
     "minimax-m2": Architecture(
-        "minimax_m2", configs.minimax_m2, router=SIGMOID, theta=1e4, renamed=_bias_at("mlp.e_score_correction_bias")
+        "minimax_m2",
+        configs.partial_rotary,
+        entries=configs.expert_entries("num_local_experts", "intermediate_size"),
+        router=SIGMOID,
+        theta=1e4,
+        renamed=_bias_at("mlp.e_score_correction_bias"),
     ),
     "lfm2": Architecture("lfm2", configs.lfm2, theta=1e6, scalings=()),
     "lfm2moe": Architecture(

@@ -52,10 +52,8 @@ def by_layer(entry: Entry, name: str) -> list[Any]:
 
 
 def layer_types_of(entry: Entry, values: Values, full_attention_every: int) -> list[str]:
-    """Return the type of each layer.
-
-    ``full_attention_every``: if the file has no pattern, every layer of that number has full attention, all others a sliding
-    window.
+    """Return the type of each layer. Without a pattern in the file, every ``full_attention_every``-th one has full attention,
+    and the others a sliding window.
     """
     pattern = entry("attention.sliding_window_pattern") or full_attention_every
     if not isinstance(pattern, list):
@@ -124,10 +122,15 @@ def lfm2(entry: Entry, _: Tensors, values: Values) -> None:
     }
 
 
+def expert_entries(count: str, width: str = "", chosen: str = "num_experts_per_tok") -> dict[str, str]:
+    """Return the entries with the number of experts, of those chosen for a token, and their width, by names in the config."""
+    names = {count: "expert_count", chosen: "expert_used_count", width: "expert_feed_forward_length"}
+    return {own: name for own, name in names.items() if own}
+
+
 def add_experts(entry: Entry, values: Values, count: str, width: str = "", chosen: str = "num_experts_per_tok") -> None:
-    """Add the number of experts, of those chosen for a token, and their width: ``count`` ... are their names in the config."""
-    names = {"count": count, "used_count": chosen, "feed_forward_length": width}
-    values |= {own: required(entry, f"expert_{name}") for name, own in names.items() if own}
+    """Add the ``expert_entries``."""
+    values |= {own: required(entry, name) for own, name in expert_entries(count, width, chosen).items()}
 
 
 def add_deepseek_experts(entry: Entry, _: Tensors, values: Values) -> None:
@@ -211,11 +214,6 @@ def ernie4_5_moe(entry: Entry, _: Tensors, values: Values) -> None:
         "moe_layer_start_index": entry("leading_dense_block_count") or 0,
         "moe_layer_end_index": values["num_hidden_layers"] - 1,
     }
-
-
-def minimax_m2(entry: Entry, tensors: Tensors, values: Values) -> None:
-    partial_rotary(entry, tensors, values)
-    add_experts(entry, values, "num_local_experts", "intermediate_size")
 
 
 def granitemoe(entry: Entry, _: Tensors, values: Values) -> None:
