@@ -44,7 +44,7 @@ static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new 
 """
 FACTS: dict[str, Callable[..., Any]] = {
     "_lazy_init": lambda: None,
-    "synchronize": lambda *_: None,
+    "current_stream": mock.Mock(),
     "is_available": lambda: True,
     "is_bf16_supported": lambda *_, **__: True,
     "current_device": lambda: 0,

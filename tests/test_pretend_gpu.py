@@ -96,6 +96,16 @@ def test_passes_replay_graphs(monkeypatch: pytest.MonkeyPatch, gpu: None) -> Non
     assert not any(each._is_eager for each in replayed)
 
 
+def test_prompts_of_many_lengths_are_captured_in_few_widths(gpu: None) -> None:
+    with LLM(method="plain", device="cuda", dtype="float32") as llm:
+        for length in range(17, 50, 4):
+            llm.generate(list(range(50 * length, 51 * length)), GREEDY)
+        (run,) = llm.runner.passes._runs.values()
+        assert isinstance(run, graphs.GraphRunner)
+        widths = {width for _, _, _, _, _, (_, width, _), _ in run._captured}
+    assert widths <= {1, 16, 32, 48, 64}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_training_text_is_written(tmp_path: Path, temperature: float, gpu: None) -> None:
     runner = ModelRunner.load(TARGET, RunnerConfig(device="cuda"))

@@ -140,7 +140,7 @@ def load_model(
         )
     if reader is None:
         _refuse_dropped(source, model, sorted(info["unexpected_keys"]), quantization_of(config) is not None)
-    if device.type != "cpu":
+    if "device_map" not in options:
         model.to(device)
     return model
 
