@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from pretend_gpu import GpuTensor, pretend_gpu, register_guard
+from tiny_hybrids import PROMPTS as HYBRID_PROMPTS
+from tiny_hybrids import hybrid
 
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.family import TARGET
@@ -75,6 +77,18 @@ def test_coupled_samples_are_those_of_plain_decoding_on_a_cpu(name: str) -> None
 @pytest.mark.parametrize("method", ["draft", "eagle", "dflash"])
 def test_sixteen_bits_run(method: str, dtype: str, gpu: None) -> None:
     assert all(texts(method, "cuda", SAMPLED, dtype))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "bamba", "mamba2"])
+def test_recurrent_layers_run(kind: str) -> None:
+    def tokens(device: str, method: str) -> list[list[int]]:
+        model = hybrid(kind).to(device)  # type: ignore[arg-type]
+        with LLM(model, method=method, num_draft_tokens="auto" if method == "plain" else 4, prefill_chunk=20) as llm:
+            return [list(found.outputs[0].token_ids) for found in llm.generate(HYBRID_PROMPTS, GREEDY)]
+
+    expected = tokens("cpu", "plain")
+    with pretend_gpu():
+        assert tokens("cuda", "plain") == tokens("cuda", "ngram") == expected
 
 
 def test_passes_replay_graphs(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
