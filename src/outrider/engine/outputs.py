@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.stats import GenerationStats
@@ -30,7 +31,8 @@ class Emission:
         self.origins += later.origins
         self.text += later.text
         if later.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + later.logprobs
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += later.logprobs
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.error = later.error
@@ -39,9 +41,13 @@ class Emission:
 
     def followed_by(self, later: Emission) -> Emission:
         """Return the concatenation of both emissions; this one is unchanged."""
-        joined = replace(self, token_ids=list(self.token_ids), origins=list(self.origins))
+        logprobs = None if self.logprobs is None else list(self.logprobs)
+        joined = replace(self, token_ids=list(self.token_ids), origins=list(self.origins), logprobs=logprobs)
         joined.append(later)
         return joined
+
+
+EMISSION_FIELDS = attrgetter(*[each.name for each in fields(Emission)])
 
 
 @dataclass(slots=True)
@@ -61,8 +67,7 @@ class Completion(Chunk):
     def add(self, emission: Emission) -> Chunk:
         """Append an emission and return it as a chunk."""
         self.append(emission)
-        shared = {each.name: getattr(emission, each.name) for each in fields(Emission)}
-        return Chunk(**shared, prompt_index=self.prompt_index, sample_index=self.sample_index)
+        return Chunk(*EMISSION_FIELDS(emission), self.prompt_index, self.sample_index)
 
 
 @dataclass(slots=True)
