@@ -95,6 +95,18 @@ def test_a_prompt_whose_prefill_fails_does_not_affect_others(monkeypatch):
     assert (found["r0"], found["r2"]) == (wanted["r0"], wanted["r2"])
 
 
+def test_a_failed_chunk_of_a_single_prompt_is_not_run_again(monkeypatch):
+    runner, calls = TableRunner(), []
+
+    def failing(ids, texts, hidden):
+        calls.append(ids)
+        raise MemoryError(f"no memory {len(calls)}")
+
+    monkeypatch.setattr(runner, "prefill", failing)
+    (emission,) = run(make_engine(runner=runner), requests()[:1])["r0"]
+    assert calls == [["r0"]] and "no memory 1" in emission.error
+
+
 def test_a_failed_proposer_is_retried_later():
     runner = TableRunner(max_len=400)
     good, calls = oracle(runner), []
