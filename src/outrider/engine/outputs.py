@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from operator import attrgetter
 
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.stats import GenerationStats
@@ -47,7 +46,7 @@ class Emission:
         return joined
 
 
-EMISSION_FIELDS = attrgetter(*[each.name for each in fields(Emission)])
+EMISSION_FIELDS = tuple([each.name for each in fields(Emission)])
 
 
 @dataclass(slots=True)
@@ -67,7 +66,8 @@ class Completion(Chunk):
     def add(self, emission: Emission) -> Chunk:
         """Append an emission and return it as a chunk."""
         self.append(emission)
-        return Chunk(*EMISSION_FIELDS(emission), self.prompt_index, self.sample_index)
+        shared = {name: getattr(emission, name) for name in EMISSION_FIELDS}
+        return Chunk(**shared, prompt_index=self.prompt_index, sample_index=self.sample_index)
 
 
 @dataclass(slots=True)
