@@ -282,7 +282,7 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     config = target.for_draft()
     if isinstance(draft, PreTrainedModel):  # dtype and device are given for the target
         config = replace(config, dtype="auto", device="auto")
-    runner = kind.load(draft, config)  # type: ignore[arg-type]
+    runner = kind.load(draft, config, None if options.bits == 16 else f"draft {options.bits}")  # type: ignore[arg-type]
     before = packed_bytes(runner.model)
     bits = options.bits or (4 if before > MAX_16_BIT_BYTES else 16)
     if bits < 16:
@@ -293,6 +293,8 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
         if after < before:  # otherwise the file has as few bits
             sizes = before / 1e6, after / 1e6
             logger.info("draft weights rounded to %d bits: %.0f MB -> %.0f MB; bits=16 keeps them", bits, *sizes)
+            if runner.file is not None:
+                runner.file.save(runner.model)
     return runner
 
 
