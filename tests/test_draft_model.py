@@ -17,6 +17,7 @@ from outrider.proposers.draft_model import METHOD, DraftModelProposer
 from outrider.proposers.method import Setting
 from outrider.runner import ModelRunner, RunnerConfig, blocks
 from outrider.runner.linear import packed_layers
+from outrider.runner.tokenizers import load_tokenizer
 from outrider.types import OutriderError, SamplingParams
 
 VOCAB = 67
@@ -292,3 +293,9 @@ def test_a_draft_with_its_own_code_is_examined_if_it_is_trusted(tmp_path, monkey
     runner = ModelRunner.load(target, RunnerConfig(compile="never", trust_remote_code=True))
     setting = Setting(runner, make_tokenizer(), draft, make_tokenizer())
     assert {finding.topic: finding.level for finding in METHOD.examine(setting)}["vocabulary"] == "ok"
+
+
+def test_the_tokenizer_of_a_draft_with_the_targets_files_is_not_loaded(tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(make_folder(tmp_path / "target"))
+    monkeypatch.setattr(draft_model, "load_tokenizer", lambda *_: pytest.fail("another tokenizer was loaded"))
+    assert build(tmp_path, make_folder(tmp_path / "draft"), tokenizer).draft.vocab_size == len(tokenizer)

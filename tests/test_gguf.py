@@ -27,7 +27,7 @@ from transformers import Gemma3Config, GenerationConfig  # noqa: E402
 
 from outrider import LLM, SamplingParams, memory, native  # noqa: E402
 from outrider.engine.config import eos_token_ids, load_tokenizer  # noqa: E402
-from outrider.runner import ModelRunner, RunnerConfig, blocks, linear  # noqa: E402
+from outrider.runner import ModelRunner, RunnerConfig, blocks, linear, tokenizers  # noqa: E402
 from outrider.runner import gguf as gguf_reader  # noqa: E402
 from outrider.runner.gguf import architectures, codes  # noqa: E402
 from outrider.types import OutriderError  # noqa: E402
@@ -971,3 +971,39 @@ def test_keys_and_values_that_gemma_s_last_layers_do_not_use_are_left_out(archit
     assert "lacks 1 of the model's tensors, the first model.layers.3.self_attn.k_proj.weight" in refusal(
         tmp_path / "model.gguf"
     )
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0"])
+def test_codes_that_blocks_hold_as_they_are_are_not_converted(name, monkeypatch):
+    monkeypatch.setattr(blocks, "_signed", lambda *_, **__: pytest.fail("codes were converted"))
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(64, 96)).astype(np.float32)
+    raw = gguf_files.gguf.quants.quantize(values, Kind[name])
+    packed = codes.pack(torch.from_numpy(raw), name)
+    expected = gguf_files.gguf.quants.dequantize(raw, Kind[name])
+    assert np.array_equal(blocks.unpack(packed, 64, 96).numpy(), expected)
+
+
+def test_blocks_are_not_copied_before_they_are_packed(tmp_path, recwarn):
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, gguf_files.make_model("llama"), KINDS["Q8_0"])
+    tensor = gguf_reader.GgufFile.open(path).tensors["blk.0.ffn_up.weight"]
+    rows = gguf_reader.read_tensor(lambda data, _: data, tensor, in_blocks=True)
+    assert np.shares_memory(rows.numpy(), tensor.data) and not recwarn.list
+
+
+def test_a_tokenizer_belongs_to_files_with_the_same_entries(tmp_path, monkeypatch):
+    def write(name, change=lambda writer: None):
+        gguf_files.write(tmp_path / name, gguf_files.make_model("llama"), KINDS["Q8_0"], change)
+        return tmp_path / name
+
+    own = tokenizers.load_tokenizer(write("target.gguf"))
+    assert tokenizers.is_tokenizer_of(own, tmp_path / "target.gguf")
+    assert tokenizers.is_tokenizer_of(own, write("draft.gguf", lambda writer: writer.add_chat_template("other")))
+    assert not tokenizers.is_tokenizer_of(own, write("other.gguf", lambda writer: writer.add_eot_token_id(7)))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(tmp_path / "target.gguf", folder)
+    assert tokenizers.is_tokenizer_of(own, folder)
+    make_tokenizer().save_pretrained(folder)
+    assert not tokenizers.is_tokenizer_of(own, folder)

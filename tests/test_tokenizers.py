@@ -9,14 +9,16 @@ from tiny_folder import make_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from outrider.runner import tokenizers
 from outrider.runner.tokenizers import (
     DifferentVocabulary,
     byte_alphabet,
-    byte_table,
     check_same_files,
     check_same_vocabulary,
     has_tokenizer,
+    is_tokenizer_of,
     load_tokenizer,
+    token_bytes,
 )
 from outrider.types import OutriderError
 
@@ -89,7 +91,7 @@ def test_an_id_after_a_gap_has_its_bytes():
     vocab = told["model"]["vocab"]
     last = max(vocab, key=vocab.get)
     was, vocab[last] = vocab[last], 400
-    table = byte_table(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(told))))
+    table = token_bytes(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(told))))
     assert len(table) == 401 and table[was] == b""
     assert table[400] == bytes(byte_alphabet()[character] for character in last)
 
@@ -127,3 +129,28 @@ def test_the_chat_template_may_be_in_a_file_of_its_own(tmp_path):
     assert load_tokenizer(tmp_path).chat_template == "{{ messages }}"
     make_tokenizer(chat_template="own").save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path).chat_template == "own"
+
+
+def test_a_tokenizer_belongs_to_every_source_with_equal_files(tmp_path):
+    for name in ("target", "draft", "other", "settings"):
+        make_tokenizer(300 if name == "other" else 320).save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text("{}")
+    own = load_tokenizer(tmp_path / "target")
+    assert is_tokenizer_of(own, tmp_path / "target") and is_tokenizer_of(own, tmp_path / "draft")
+    (tmp_path / "settings" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "draft" / "added_tokens.json").write_text("{}")
+    assert not any(is_tokenizer_of(own, tmp_path / name) for name in ("draft", "other", "settings", "missing"))
+    assert not is_tokenizer_of(make_tokenizer(), tmp_path / "target")
+
+
+def test_the_targets_vocabulary_is_read_once_for_all_candidates(tmp_path, monkeypatch):
+    for name, size in (("target", 320), ("first", 300), ("second", 301)):
+        make_tokenizer(size).save_pretrained(tmp_path / name)
+    read, loads = [], json.loads
+    monkeypatch.setattr(tokenizers.json, "loads", lambda text: read.append(text) or loads(text))
+    for name in ("first", "second"):
+        with pytest.raises(DifferentVocabulary):
+            check_same_files(tmp_path / "target", tmp_path / name)
+    assert len(read) == 3
+    make_tokenizer(300).save_pretrained(tmp_path / "target")
+    check_same_files(tmp_path / "target", tmp_path / "first")

@@ -193,3 +193,13 @@ def test_a_stop_string_counts_if_a_character_that_may_stop_completes_it(seed, ke
             return
         assert scanner.stopped_by is None and text.startswith(shown)
     assert shown + scanner.flush() == text
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_only_tokens_of_the_text_are_looked_up(kind, monkeypatch):
+    tokenizer, found = TOKENIZERS[kind], []
+    name_of = tokenizer.convert_ids_to_tokens
+    monkeypatch.setattr(tokenizer, "convert_ids_to_tokens", lambda ids: found.append(ids) or name_of(ids))
+    factory, ids = DetokenizerFactory(tokenizer), ids_of(kind, "add")
+    texts = [factory([]).feed(ids) for _ in range(2)]
+    assert texts == ["add"] * 2 and sorted(found) == sorted(set(ids))

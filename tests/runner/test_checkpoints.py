@@ -470,3 +470,10 @@ def test_sampled_output_equals_plain_decoding_with_same_text(name, tmp_path):
     plain = LLM(folder, method="plain", compile="never", same_text=True)
     llm = LLM(folder, method="ngram", num_draft_tokens=4, compile="never", same_text=True)
     assert tokens_of(llm, params) == tokens_of(plain, params)
+
+
+def test_on_a_gpu_the_advice_is_the_cpu_where_that_reads_the_format():
+    with pytest.raises(OutriderError, match=r"which cuda cannot run: .*; choose a checkpoint in 16 bits, or device=cpu$"):
+        formats.choose("x", {"quant_method": "gptq", "bits": 4}, torch.device("cuda"))
+    with pytest.raises(OutriderError, match=r"which cuda cannot run: .*; choose a checkpoint in 16 bits, GPTQ"):
+        formats.choose("x", {"quant_method": "other"}, torch.device("cuda"))

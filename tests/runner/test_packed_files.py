@@ -7,6 +7,7 @@ import io
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,20 @@ from tiny_folder import make_folder
 from tiny_hybrids import hybrid
 
 from outrider import native
-from outrider.runner import ModelRunner, RunnerConfig, huge_pages, linear, loading, packed_files, packing
+from outrider.proposers import draft_model
+from outrider.proposers.method import Setting
+from outrider.runner import (
+    ModelRunner,
+    RunnerConfig,
+    blocks,
+    huge_pages,
+    linear,
+    loading,
+    packed_files,
+    self_check,
+)
 from outrider.runner.packed_files import PackedFile
+from outrider.types import OutriderError
 
 from .rounds import make_model, make_text
 from .test_architectures import longrope_model, small_config
@@ -146,10 +159,15 @@ def test_a_damaged_file_is_rebuilt_with_one_warning(damage, folder, cache, read,
 
 
 def test_a_file_of_another_model_is_rebuilt(folder, tmp_path, cache, read, caplog, monkeypatch):
-    """For example, from a version that packs other layers."""
+    """For example, from a version of a model with other buffers."""
     ModelRunner.load(folder, INT4)
-    pack = packing.pack_model
-    monkeypatch.setattr(packing, "pack_model", lambda model, bits: pack(model, 8))
+    prepare = loading.prepare_for_passes
+
+    def with_another_buffer(model, by_request):
+        model.register_buffer("other", torch.zeros(1))
+        return prepare(model, by_request)
+
+    monkeypatch.setattr(loading, "prepare_for_passes", with_another_buffer)
     ModelRunner.load(folder, INT4)
     assert len(read) == 2 and "does not fit the model (its tensor " in caplog.text
 
@@ -211,3 +229,64 @@ def test_a_new_commit_of_a_hub_id_replaces_the_file_of_the_last(tmp_path, cache)
         ModelRunner.load(make_folder(snapshots / commit, hidden_size=64, intermediate_size=96), INT4)
         files.append([file.name for file in cache.iterdir()])
     assert len(files[0]) == len(files[1]) == 1 and files[0] != files[1]
+
+
+def draft_of(path, **options):
+    target = ModelRunner.load(make_model(small_config("llama")), RunnerConfig(compile="never"))
+    return draft_model.load_draft(Setting(target, draft=path), draft_model.DraftOptions(**options))
+
+
+@pytest.mark.parametrize(
+    "kind", ["folder", "llama", "gemma3", "gpt-oss", "phi3", "falcon-h1", pytest.param("folder, untied", id="untied")]
+)
+def test_a_rounded_draft_is_stored_with_its_values(kind, tmp_path, cache, read, monkeypatch):
+    monkeypatch.setattr(draft_model, "MAX_16_BIT_BYTES", 0)
+    path = tmp_path / "draft.gguf"
+    if kind.startswith("folder"):
+        path = make_folder(tmp_path / "draft", hidden_size=64, tie_word_embeddings=kind == "folder", dtype="bfloat16")
+    else:
+        pytest.importorskip("gguf")
+        import gguf_files
+
+        gguf_files.write(path, gguf_files.make_model(kind), gguf_files.mixed)
+    first = draft_of(path)
+    again = draft_of(path)
+    assert len(read) == 1 and len(list(cache.iterdir())) == 1
+    assert {blocks.bits_of(layer.packed) for layer in linear.packed_layers(again.model)} == {4}
+    assert torch.equal(logits(again), logits(first))
+    assert again.model.config.to_dict() == first.model.config.to_dict()
+    assert draft_of(path, bits=16).file is None and len(read) == 2
+    assert {blocks.bits_of(layer.packed) for layer in linear.packed_layers(draft_of(path, bits=8).model)} != {4}
+
+
+def test_a_small_draft_is_not_stored(tmp_path, cache):
+    draft_of(make_folder(tmp_path / "draft"))
+    assert not cache.exists()
+
+
+def test_a_large_model_is_checked_once_for_each_state_of_its_files(folder, tmp_path, monkeypatch):
+    checked, own_logits = [], self_check._own_logits
+    monkeypatch.setattr(self_check, "_own_logits", lambda *args: checked.append(args) or own_logits(*args))
+    monkeypatch.setattr(self_check, "MIN_BYTES", 0)
+    eager = RunnerConfig(compile="never")
+    for config, expected in ((eager, 1), (eager, 1), (replace(eager, dtype="bfloat16"), 2), (INT4, 3), (INT4, 3)):
+        ModelRunner.load(folder, config)
+        assert len(checked) == expected
+    os.utime(folder / "model.safetensors", ns=(0, 10**9))
+    ModelRunner.load(folder, eager)
+    assert len(checked) == 4
+    monkeypatch.setattr(self_check, "code_of", lambda _: "changed")
+    ModelRunner.load(folder, eager)
+    assert len(checked) == 5
+    ModelRunner.load(make_model(small_config("llama")), eager)
+    ModelRunner.load(make_model(small_config("llama")), eager)
+    assert len(checked) == 7
+
+
+def test_a_model_that_fails_the_self_check_is_checked_again(folder, monkeypatch):
+    monkeypatch.setattr(self_check, "MIN_BYTES", 0)
+    own_logits = self_check._own_logits
+    monkeypatch.setattr(self_check, "_own_logits", lambda *args: own_logits(*args) + 100)
+    for _ in range(2):
+        with pytest.raises(OutriderError, match="gives different logits"):
+            ModelRunner.load(folder, RunnerConfig(compile="never"))

@@ -20,6 +20,7 @@ from processes import LISTED, children
 
 from outrider import LLM
 from outrider.server import pool as pools
+from outrider.server import schemas
 from outrider.server.bridge import Busy, Stopping
 from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
 from outrider.server.gate import Gate
@@ -435,3 +436,20 @@ async def test_grammars_in_memory_are_limited(plain: LLM, monkeypatch: pytest.Mo
         used.clear()
         gc.collect()
         assert await grammars.get({"const": "new"}, ANYONE)
+
+
+@in_loop
+async def test_the_table_of_tokens_is_built_while_a_worker_tests_the_schema(
+    plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, table = asyncio.Event(), schemas.token_table
+    monkeypatch.setattr(schemas, "token_table", lambda data: built.set() or table(data))
+
+    async def answer(self: Slow, job: dict[str, Any]) -> dict[str, Any]:
+        await built.wait()
+        return {}
+
+    monkeypatch.setattr(pools, "Worker", Slow)
+    monkeypatch.setattr(Slow, "answer", answer)
+    async with started(Grammars(tokenizer_data(plain), ServerConfig(), in_helper_thread)) as grammars:
+        assert await asyncio.wait_for(grammars.get({"type": "integer"}, ANYONE), 5)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import copy
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from outrider.runner.tokenizers import BROKEN, byte_table, special_ids, strips_first_space
+from outrider.runner.tokenizers import BROKEN, ByteTable, byte_table, special_ids, strips_first_space
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,14 +31,14 @@ class Detokenizer(Protocol):
 class BytesDetokenizer:
     """A table of token bytes and an incremental UTF-8 decoder. O(1) per token, without tokenizer calls."""
 
-    def __init__(self, table: list[bytes], strips_space: bool = False) -> None:
+    def __init__(self, table: Sequence[bytes] | ByteTable, strips_space: bool = False) -> None:
         """``strips_space``: whether the text loses a space with which it begins."""
         self._table, self._strips_space = table, strips_space
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def feed(self, token_ids: Sequence[int]) -> str:
         table = self._table
-        text = self._decode(b"".join([table[token] if token < len(table) else b"" for token in token_ids]))
+        text = self._decode(b"".join([table[token] for token in token_ids]))
         if self._strips_space and text:
             text, self._strips_space = text.removeprefix(" "), False
         return text
@@ -95,7 +96,7 @@ class DetokenizerFactory:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._special = tokenizer, frozenset(special_ids(tokenizer))
         self._table, self._strips_space = byte_table(tokenizer), strips_first_space(tokenizer)
-        self._tables: dict[frozenset[int], list[bytes]] = {}  # with the names of these special tokens
+        self._tables: dict[frozenset[int], ByteTable] = {}  # with the names of these special tokens
 
     def __call__(
         self, prompt_ids: Sequence[int], skip_special_tokens: bool = True, delimiters: frozenset[int] = frozenset()
@@ -106,9 +107,8 @@ class DetokenizerFactory:
             return WindowDetokenizer(self._tokenizer, prompt_ids, not shown, self._special - shown if shown else ())
         table = self._tables.get(shown)
         if table is None:
-            table = list(self._table)
-            for token in shown:
-                table[token] = str(self._tokenizer.convert_ids_to_tokens(token)).encode()
+            table = copy.copy(self._table)
+            table.update({token: str(self._tokenizer.convert_ids_to_tokens(token)).encode() for token in shown})
             self._tables[shown] = table  # once it is complete: another thread may read it
         begins = self._strips_space and not BytesDetokenizer(self._table).feed(prompt_ids[-CONTEXT_TOKENS:])
         return BytesDetokenizer(table, strips_space=begins)

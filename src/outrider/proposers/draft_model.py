@@ -28,7 +28,13 @@ from outrider.runner.loading import context_length, load_config, num_experts, te
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
 from outrider.runner.quantized import packed_bytes, round_weights
 from outrider.runner.self_draft import SelfDraft
-from outrider.runner.tokenizers import check_same_files, check_same_vocabulary, has_tokenizer, load_tokenizer
+from outrider.runner.tokenizers import (
+    check_same_files,
+    check_same_vocabulary,
+    has_tokenizer,
+    is_tokenizer_of,
+    load_tokenizer,
+)
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict, over_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -276,7 +282,7 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     config = target.for_draft()
     if isinstance(draft, PreTrainedModel):  # dtype and device are given for the target
         config = replace(config, dtype="auto", device="auto")
-    runner = kind.load(draft, config)  # type: ignore[arg-type]
+    runner = kind.load(draft, config, None if options.bits == 16 else f"draft {options.bits}")  # type: ignore[arg-type]
     before = packed_bytes(runner.model)
     bits = options.bits or (4 if before > MAX_16_BIT_BYTES else 16)
     if bits < 16:
@@ -287,6 +293,8 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
         if after < before:  # otherwise the file has as few bits
             sizes = before / 1e6, after / 1e6
             logger.info("draft weights rounded to %d bits: %.0f MB -> %.0f MB; bits=16 keeps them", bits, *sizes)
+            if runner.file is not None:
+                runner.file.save(runner.model)
     return runner
 
 
@@ -310,6 +318,8 @@ def drafts_in_parallel(config: PreTrainedConfig, options: DraftOptions, draft: o
 def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
     """Return the draft's tokenizer: the given one, or that in its folder or repository; None if there are no such files.
 
+    The target's, without loading another one, if the files are equal.
+
     Raises ``OutriderError`` for an invalid draft, and for a tokenizer that cannot be loaded.
     """
     draft = setting.draft
@@ -318,6 +328,8 @@ def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
     if setting.draft_tokenizer is not None:
         return setting.draft_tokenizer
     source = str(getattr(draft, "name_or_path", draft))
+    if setting.tokenizer is not None and is_tokenizer_of(setting.tokenizer, source):
+        return setting.tokenizer
     try:
         return load_tokenizer(source, setting.target.config.trust_remote_code)
     except OutriderError as error:

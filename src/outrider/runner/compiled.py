@@ -163,7 +163,7 @@ def _compiled_in(tensor: Tensor) -> Any:
     return tensor.tolist() if tensor.numel() == 1 or (tensor.dim() == 1 and len(tensor) <= MAX_INLINED) else None
 
 
-def _code_of(program: nn.Module) -> str:
+def code_of(program: nn.Module) -> str:
     """Return a hash of the runner's files and of those that define the program's modules, except torch's and transformers'."""
     classes = {each for module in program.modules() for each in type(module).__mro__}
     names = {each.__module__ for each in classes if each.__module__.split(".")[0] not in ("torch", "transformers")}
@@ -177,7 +177,7 @@ def _key(module: Program) -> str:
     own = [*module.named_parameters(), *module.named_buffers()]
     cache = module.cache
     what = [
-        _code_of(module),
+        code_of(module),
         str(module.identity()),
         [[name, list(each.shape), str(each.dtype), _compiled_in(each)] for name, each in own],
         str((cache.dtype, cache.shape, cache.states.slots)),

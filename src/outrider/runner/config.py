@@ -103,7 +103,8 @@ class RunnerConfig(CheckedOptions):
     self_check: bool = option(
         boolean(),
         True,
-        "Check that a loaded model's output equals that of its own forward pass without a cache.",
+        "Check that a loaded model's output equals that of its own forward pass without a cache; large models once per state"
+        " of their files and of the code.",
         panel=MODELS,
     )
 

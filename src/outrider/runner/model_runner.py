@@ -84,10 +84,16 @@ class ModelRunner:
         self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.window,)
         self._round_hidden = RoundHidden(copies=self.layouts.is_padded)
         self._round: _PendingScore | None = None
+        self.file: PackedFile | None = None  # in which weights that the caller rounds can be stored
 
     @classmethod
-    def load(cls, model: str | Path | PreTrainedModel, config: RunnerConfig | None = None) -> ModelRunner:
-        """Load a model, or use a loaded one. Raises ``OutriderError`` if it is not supported."""
+    def load(
+        cls, model: str | Path | PreTrainedModel, config: RunnerConfig | None = None, form: str | None = None
+    ) -> ModelRunner:
+        """Load a model, or use a loaded one. Raises ``OutriderError`` if it is not supported.
+
+        ``form``: the name of a form to which the caller rounds the weights; they are loaded so if they are stored in it.
+        """
         config = config or RunnerConfig()
         if isinstance(model, PreTrainedModel):
             return cls._from_object(model, config)
@@ -104,24 +110,24 @@ class ModelRunner:
         with errors_as(f"device {device} is not available", Exception):  # each kind of device raises its own
             torch.empty(0, device=device)
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
-        if config.bits is not None and shape is not None:
-            file = PackedFile.of(model, config.bits, config.dtype)
+        form = (form or config.weights) if shape is not None and native.serves(device) else None
+        if form is not None and shape is not None:
+            file = PackedFile.of(model, form, config.dtype)
             packed = None if file is None else file.load(wanted, kind, shape.by_request)
             if packed is not None:
-                return cls._checked(packed, config, device, str(model), shape, "eager")
+                return cls(packed, config, device, str(model), shape)._checked("eager", model)
         growth = loading.growth_of(wanted, reader, config.bits, config.dtype) if device.type == "cpu" else 0.0
         fetch_weights(model, growth)
         if growth:
             loading.refuse_too_large(model, growth, reader if config.bits is None else None, config.dtype)
         loaded = loading.load_model(model, wanted, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
-        own_dtype = loaded.dtype
         linear.fuse_on_gpu(loaded)
-        runner = cls._ready(loaded, config, device, str(model), shape)
-        if config.bits is not None and shape is not None:
-            file = PackedFile.of(model, config.bits, config.dtype)  # also for a hub id, whose files are downloaded by now
-            if file is not None:
-                file.save(loaded, own_dtype)
+        runner = cls._ready(loaded, config, device, shape, model)
+        if form is not None:
+            runner.file = PackedFile.of(model, form, config.dtype)  # also for a hub id, whose files are downloaded by now
+            if config.weights is not None and runner.file is not None:
+                runner.file.save(loaded)
         return runner
 
     @classmethod
@@ -131,39 +137,34 @@ class ModelRunner:
         if config.weights is not None:
             refuse_rounding(config.weights, model.device, model.config, type(model))
         shape = survey_without_weights(model.config, type(model))
-        name = str(getattr(model, "name_or_path", "") or type(model).__name__)
-        return cls._ready(linear.structural_copy(model), config, model.device, name, shape)
+        return cls._ready(linear.structural_copy(model), config, model.device, shape)
 
     @classmethod
     def _ready(
-        cls, model: PreTrainedModel, config: RunnerConfig, device: torch.device, name: str, shape: CacheShape | None
+        cls,
+        model: PreTrainedModel,
+        config: RunnerConfig,
+        device: torch.device,
+        shape: CacheShape | None,
+        source: str | Path | None = None,
     ) -> ModelRunner:
         """Return a runner that takes ownership of the model. ``shape``: None if it must be surveyed on the loaded model."""
         own_attention = loading.text_config(model)._attn_implementation
-        if shape is None:
-            shape = survey(model)
+        shape = shape or survey(model)
         loading.prepare_for_passes(model, shape.by_request)
         if linear.is_plain(model) and native.serves(device):
             packing.pack_model(model, config.bits)
         elif config.weights is not None:
             raise OutriderError(f"weights={config.weights} needs plain 16- or 32-bit weights: load the model unquantised")
-        return cls._checked(model, config, device, name, shape, own_attention)
+        name = str(source or getattr(model, "name_or_path", "") or type(model).__name__)
+        return cls(model, config, device, name, shape)._checked(own_attention, source)
 
-    @classmethod
-    def _checked(
-        cls,
-        model: PreTrainedModel,
-        config: RunnerConfig,
-        device: torch.device,
-        name: str,
-        shape: CacheShape,
-        own_attention: str | None,
-    ) -> ModelRunner:
-        """Return the runner of a prepared model after the self-check. ``own_attention``: the attention it was loaded with."""
-        runner = cls(model, config, device, name, shape)
-        if config.self_check:
-            check_itself(model, runner.cache, runner.layouts, None if shape.by_request else own_attention)
-        return runner
+    def _checked(self, own_attention: str | None, source: str | Path | None) -> ModelRunner:
+        """Return this runner after the self-check. ``own_attention``: the attention that its model was loaded with."""
+        if self.config.self_check:
+            own = None if self.cache.shape.by_request else own_attention
+            check_itself(self.model, self.cache, self.layouts, own, source)
+        return self
 
     @property
     def is_row_invariant(self) -> bool:

@@ -1,8 +1,8 @@
 """Disk cache of packed weights: a checkpoint rounded to 8 or 4 bits is stored once and memory-mapped at later starts.
 
-The 16-bit weights are then not read, so that a model which exceeds the memory in 16 bits runs once it has been packed. A file
-belongs to the state of the checkpoint's files (names, sizes, times), the code that packs and the number of bits; ``disk_cache``
-checks its owner, its mode and the hash of its content before it is used.
+The checkpoint's weights are then not read, so that a model which exceeds the memory in 16 bits runs once it has been packed. A
+file belongs to the state of the checkpoint's files (names, sizes, times), the code that packs and the form of the weights;
+``disk_cache`` checks its owner, its mode and the hash of its content before it is used.
 
 ``torch.save`` writes the tensors at multiples of 64 bytes, which the kernels need, so that they can be mapped.
 """
@@ -23,8 +23,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider import disk_cache, native
 from outrider.errors import first_line, is_out_of_memory
+from outrider.files import expanded
 from outrider.memory import free_memory, on_this_machine, weight_files
-from outrider.runner import huge_pages, kernels, loading, packing
+from outrider.runner import experts, huge_pages, kernels, linear, loading, packing
 from outrider.runner.survey import without_weights
 from outrider.types import OutriderError
 
@@ -33,8 +34,16 @@ logger = logging.getLogger(__name__)
 KIND, SUFFIX = "weights", ".packed"
 # Part of the key: a change of this code, of the runner and of ``native``, invalidates files.
 CODE, NATIVE_CODE = (
-    ("blocks.py", "experts.py", "kernels.py", "linear.py", "packed_files.py", "packing.py", "checkpoints/*.py"),
+    (
+        *("blocks.py", "experts.py", "kernels.py", "linear.py", "packed_files.py", "packing.py", "quantized.py"),
+        *("checkpoints/*.py", "gguf/*.py"),
+    ),
     ("*blocks*", "codes4.inc"),
+)
+# Modules that a file holds whole, because their structure depends on the checkpoint's tensors. ``torch.load`` makes no others.
+MODULES = (
+    *(linear.PackedLinear, linear.JoinedLinear, linear.PackedEmbedding, linear.FusedLinears, linear.FusedSlice),
+    *(experts.ExpertLinears, experts.PackedExperts, nn.ModuleList),
 )
 
 
@@ -42,34 +51,33 @@ CODE, NATIVE_CODE = (
 class PackedFile:
     """The file of one checkpoint's packed weights in the cache folder."""
 
-    source: Path  # the checkpoint's folder
-    bits: int
+    source: Path  # the checkpoint's folder or GGUF file
     key: str
     family: str  # the part of the key that stays the same when the checkpoint's files change
 
     @classmethod
-    def of(cls, source: str | Path, bits: int, dtype: Any) -> PackedFile | None:
-        """Return the file for a folder, or for a hub id whose files are on this machine; None for other sources.
+    def of(cls, source: str | Path, form: int | str, dtype: Any) -> PackedFile | None:
+        """Return the file for a folder, a GGUF file or a hub id whose files are on this machine; None for other sources.
 
-        ``dtype``: the dtype as which the checkpoint is loaded before rounding.
+        ``form``: the bits of the weights, and whether they are a draft's. ``dtype``: the dtype as which the checkpoint is
+        loaded before rounding.
         """
-        folder = on_this_machine(source)
-        files = [] if folder is None else weight_files(folder)
-        if folder is None or not files:
+        files, folder = weight_files(source), on_this_machine(source) or expanded(source)
+        if not files:
             return None
         place = folder.resolve()
         if place.parent.name == "snapshots" and place.parents[1].name.startswith("models--"):
             place = place.parents[1]  # the repository of the download cache, whose commits follow one another
-        family = _hash(str(place), str(bits), str(dtype))
+        family = _hash(str(place), str(form), str(dtype))
         try:
             stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-            texts = [(folder / "config.json").read_text()]
+            texts = [config.read_text() for config in (folder / "config.json",) if config.is_file()]
         except OSError:  # a file was deleted in the meantime
             return None
         for code, names in ((Path(__file__).parent, CODE), (native.build.FOLDER, NATIVE_CODE)):
             texts += [path.read_text() for name in names for path in sorted(code.glob(name))]
         versions = [torch.__version__, transformers.__version__, str(kernels.has_fast_bfloat16())]
-        return cls(folder, bits, f"{family}-{_hash(repr(stats), *texts, *versions)}", family)
+        return cls(folder, f"{family}-{_hash(repr(stats), *texts, *versions)}", family)
 
     def load(self, config: PreTrainedConfig, model_class: Any, by_request: bool) -> PreTrainedModel | None:
         """Return the packed model; None if the cache has no file, or, with a warning, if the file does not fit the model."""
@@ -77,11 +85,13 @@ class PackedFile:
         if path is None:
             return None
         try:
-            stored = torch.load(path, mmap=True, weights_only=True)
-            model = without_weights(config, model_class, stored["dtype"])
-            if not stored["is_tied"]:
-                _untie(model)
-            packing.pack_model(loading.prepare_for_passes(model, by_request), self.bits)
+            with torch.serialization.safe_globals(list(MODULES)):
+                stored = torch.load(path, mmap=True, weights_only=True)
+            model = loading.prepare_for_passes(without_weights(config, model_class, stored["dtype"]), by_request)
+            for name, module in stored["modules"].items():
+                parent, _, own = name.rpartition(".")
+                model.get_submodule(parent).add_module(own, module)
+            packing.pack_model(model)  # the rest
             _fill(model, stored["tensors"], path.stat().st_size)
         except Exception as error:  # for example, a file of other code
             if is_out_of_memory(error):  # the file is good, and may be the only way to run the model
@@ -93,14 +103,11 @@ class PackedFile:
         logger.info("packed weights read from %s", path)
         return model
 
-    def save(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Store a packed model and delete files of earlier states of its checkpoint; log a warning if that fails.
-
-        ``dtype``: the model's before it was packed.
-        """
+    def save(self, model: PreTrainedModel) -> None:
+        """Store a packed model and delete files of earlier states of its checkpoint; log a warning if that fails."""
         tensors = {name: tensor.detach().contiguous() for name, tensor in _tensors(model)}
-        packed = [getattr(each, "packed", None) for each in (model.get_input_embeddings(), model.get_output_embeddings())]
-        stored = {"dtype": dtype, "is_tied": packed[0] is packed[1], "tensors": tensors}
+        modules = {name: each for name, each in model.named_modules(remove_duplicate=False) if type(each) in MODULES[:-1]}
+        stored = {"dtype": model.config.dtype, "modules": modules, "tensors": tensors}
         try:
             path = disk_cache.write(KIND, self.key, SUFFIX, lambda file: _write(stored, file))
         except OutriderError as error:
@@ -118,24 +125,15 @@ def _write(stored: dict[str, Any], file: BinaryIO) -> None:
         raise OSError(first_line(error.__context__ or error)) from error
 
 
-def _untie(model: Any) -> None:
-    """Give the output head of a model on the meta device a weight of its own, in place.
-
-    The config of some checkpoints ties it to the embedding, but they hold both: transformers then loads both.
-    """
-    head = model.get_output_embeddings()
-    head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
-
-
 def _fill(model: PreTrainedModel, stored: dict[str, Tensor], num_bytes: int) -> None:
     """Fill a model on the meta device, in place. Raises ``OutriderError`` if the file lacks one of its tensors.
 
-    The file may have more: some modules create tensors in their first pass.
+    The file may have more: some modules create tensors in their first pass. Its shapes and dtypes are those to run with: of a
+    GGUF file they may differ from those of the config.
     """
-    forms = _form(stored)
-    other = next((name for name, form in _form(dict(_tensors(model))).items() if forms.get(name) != form), None)
-    if other is not None:
-        raise OutriderError(f"its tensor {other} is missing or has another shape or dtype")
+    missing = next((name for name, _ in _tensors(model) if name not in stored), None)
+    if missing is not None:
+        raise OutriderError(f"its tensor {missing} is missing")
     free = free_memory()
     in_memory = free is not None and 2 * num_bytes < free  # huge pages are faster than a mapped file
     found: dict[int, Tensor] = {}
@@ -163,10 +161,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _stores(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return module._parameters, module._buffers, vars(module)
-
-
-def _form(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _hash(*texts: str) -> str:

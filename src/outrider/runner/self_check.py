@@ -2,22 +2,33 @@
 
 It finds architectures that Outrider would run incorrectly. One short sequence runs over the cache in every way that a request
 can (the prompt at once and in chunks, one token, several, again after a rollback, several requests in one pass); the logits
-must equal the model's own.
+must equal the model's own. That a model passed is stored in the disk cache, and it is checked again if its files, its config,
+Outrider's code, a library or the CPU changed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider import disk_cache, native
 from outrider.errors import first_line
+from outrider.memory import weight_files
+from outrider.native.build import cpu_flags
 from outrider.runner import attention
 from outrider.runner.blocks import exact_activations
+from outrider.runner.compiled import code_of
+from outrider.runner.forward import described
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layouts import Layouts
 from outrider.runner.linear import is_plain
@@ -27,6 +38,8 @@ from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
+KIND, SUFFIX = "checks", ".passed"  # of the disk cache
+MIN_BYTES = 64 << 20  # of weights: checking smaller models takes less time than is worth a file
 LENGTH = 12  # tokens of the sequence
 # Tokens of each request after the first pass and after the second one, which continues with several tokens, with one, and
 # with several that overwrite rejected ones, as after a rollback.
@@ -38,12 +51,18 @@ NUM_TEXTS = 8  # for rounded mixtures, whose routers may choose other experts at
 
 
 @torch.inference_mode()
-def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_attention: str | None) -> None:
+def check_itself(
+    model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_attention: str | None, source: str | Path | None = None
+) -> None:
     """Raise ``OutriderError`` unless passes over the cache give the logits of the model's own forward pass without a cache.
 
     ``own_attention``: transformers' name of the attention that the model was loaded with; None if it still uses it.
-    Runs three short passes, for rounded mixtures more if they differ.
+    ``source``: where it was loaded from; None for a model object. Runs three short passes, for rounded mixtures more if they
+    differ; none if a large model with the same files and code has passed.
     """
+    key = None if source is None else _key(model, cache, source)
+    if key is not None and disk_cache.find(KIND, key, SUFFIX) is not None:
+        return
     is_exact = is_plain(model) and cache.dtype in TOLERANCE
     tolerance = TOLERANCE[cache.dtype] if is_exact else TOLERANCE_ROUNDED
     num_texts = NUM_TEXTS if num_experts(text_config(model)) and not is_exact else 1
@@ -53,11 +72,32 @@ def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_a
         for index in range(num_texts):
             differences.append(_difference(model, cache, layouts, own_attention, tolerance, index))
             if differences[-1] is None:
+                with suppress(OSError):  # a cache that cannot be written
+                    if key is not None:
+                        disk_cache.store(Path(os.devnull), KIND, key, SUFFIX)
                 return
     raise OutriderError(
         f"{type(model).__name__} gives different logits with Outrider's cache than without a cache ({differences[0]}): run it"
         " with transformers' generate; self_check=False disables this check"
     )
+
+
+def _key(model: PreTrainedModel, cache: KVCache, source: str | Path) -> str | None:
+    """Return the key under which it is stored that a model passed; None for small ones and for files that were deleted."""
+    try:
+        stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in weight_files(source)]
+    except OSError:
+        return None
+    if sum(size for _, size, _ in stats) < MIN_BYTES:
+        return None
+    folders = Path(__file__).parent, native.build.FOLDER
+    code = [path.read_bytes() for each in folders for path in sorted(each.rglob("*.*")) if path.suffix != ".pyc"]
+    weights = [(name, each.shape, each.dtype) for name, each in (*model.named_parameters(), *model.named_buffers())]
+    machine = cpu_flags() if cache.device.type == "cpu" else torch.cuda.get_device_name(cache.device)
+    versions = torch.__version__, transformers.__version__, code_of(model), hashlib.sha256(b"".join(code)).hexdigest()
+    sizes = cache.shape, cache.dtype, min(cache.max_rows, len(FIRST)), min(cache.max_len, LENGTH)
+    what = stats, weights, described(model), sizes, machine, versions
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:20]
 
 
 def _difference(

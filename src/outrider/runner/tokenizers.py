@@ -28,6 +28,8 @@ from outrider.types import OutriderError
 
 # Compared: the first in both folders.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+# Of a tokenizer with a tokenizer.json; the first two are in every such folder.
+LOADED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 VOCABULARY_SUFFIXES = (".model", ".tiktoken", ".spm")
 CONTINUED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')  # a prefix that is not empty
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -85,6 +87,20 @@ def check_same_files(target: Path, draft: Path) -> None:
             raise DifferentVocabulary(f"draft and target have different files {name}")
     (target_vocab, added), (draft_vocab, added_to_draft) = _vocabulary(target), _vocabulary(draft)
     _check_learned(target_vocab, draft_vocab, added | added_to_draft)
+
+
+def is_tokenizer_of(tokenizer: PreTrainedTokenizerBase, source: str | Path) -> bool:
+    """Return whether a loaded tokenizer was read from files that are equal to those of another source."""
+    own, other = Path(str(tokenizer.name_or_path)), gguf.find(source)
+    if own.suffix == ".gguf":
+        return own.is_file() and other is not None and gguf.has_equal_tokenizer(own, source)
+    folders = [on_this_machine(each) for each in (str(tokenizer.name_or_path), source)]
+    found = [None if folder is None else [_content(folder / name) for name in LOADED_FILES] for folder in folders]
+    return found[0] is not None and found[0] == found[1] and None not in found[0][:2]
+
+
+def _content(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
 
 
 def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -185,6 +201,13 @@ def _vocabulary(source: Path) -> tuple[dict[str, int], set[str]]:
         if model is None:
             raise DifferentVocabulary(f"the tokenizers cannot be compared: {source} has no {TOKENIZER_FILES[0]}")
         return gguf.GgufFile.open(model).vocabulary()
+    status = file.stat()
+    return _parsed_vocabulary(file, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=2)  # the target's, with which all candidates are compared, and the last candidate's
+def _parsed_vocabulary(file: Path, *_version: int) -> tuple[dict[str, int], set[str]]:
+    """See ``_vocabulary``. ``_version``: numbers that change with the file."""
     content = json.loads(file.read_bytes())
     tokens = content["model"]["vocab"]
     ids = dict(tokens) if isinstance(tokens, dict) else {token: index for index, (token, _) in enumerate(tokens)}
@@ -213,32 +236,35 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
 
 
-def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
-    """Return each token's bytes, empty for special tokens, for byte-level BPE and SentencePiece, else None.
+class ByteTable(dict[int, bytes]):
+    """Each token's bytes, empty for special tokens and unknown ids, found at first use: a vocabulary may have 150,000 tokens.
 
     The first space of a text counts (see ``strips_first_space``).
     """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, is_byte_level: bool) -> None:
+        super().__init__()
+        self._tokenizer, self._is_byte_level = tokenizer, is_byte_level
+        self._special, self._added = special_ids(tokenizer), frozenset(tokenizer.added_tokens_decoder)
+
+    def __missing__(self, token: int) -> bytes:
+        text = None if token in self._special else self._tokenizer.convert_ids_to_tokens(token)
+        found = self[token] = b"" if text is None else self._bytes(token, str(text))
+        return found
+
+    def _bytes(self, token: int, text: str) -> bytes:
+        if not self._is_byte_level:
+            byte = BYTE.fullmatch(text)
+            return bytes([int(byte[1], 16)]) if byte else text.replace(SPACE, " ").encode()
+        letters = [] if token in self._added else [byte_alphabet().get(letter, 256) for letter in text]
+        return bytes(letters) if letters and max(letters) < 256 else text.encode()  # 256: not a letter of the alphabet
+
+
+def byte_table(tokenizer: PreTrainedTokenizerBase) -> ByteTable | None:
+    """Return the bytes of the tokens of byte-level BPE and SentencePiece, None for other tokenizers."""
     parts = _decoder(tokenizer)
     is_byte_level = [each["type"] for each in parts] == ["ByteLevel"]
-    if not is_byte_level and parts[:3] != SENTENCEPIECE:
-        return None
-    letters = dict.fromkeys(range(256), 256) | {ord(letter): byte for letter, byte in byte_alphabet().items()}  # 256: no letter
-    special, added = special_ids(tokenizer), tokenizer.added_tokens_decoder
-    table = []
-    for token, text in enumerate(_names(tokenizer)):
-        if token in special or text is None:
-            table.append(b"")
-        elif not is_byte_level:
-            byte = BYTE.fullmatch(text)
-            table.append(bytes([int(byte[1], 16)]) if byte else text.replace(SPACE, " ").encode())
-        elif token in added:
-            table.append(text.encode())
-        else:
-            try:
-                table.append(text.translate(letters).encode("latin-1"))
-            except UnicodeEncodeError:  # not only letters of the alphabet
-                table.append(text.encode())
-    return table
+    return ByteTable(tokenizer, is_byte_level) if is_byte_level or parts[:3] == SENTENCEPIECE else None
 
 
 def strips_first_space(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -269,11 +295,10 @@ def byte_alphabet() -> dict[str, int]:
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     """Return the bytes that each token appends to a non-empty text; empty for special tokens."""
-    table = byte_table(tokenizer)
+    table, names = byte_table(tokenizer), _names(tokenizer)
     if table is not None:
-        return table
+        return [table[token] for token in range(len(names))]
     special = special_ids(tokenizer)
-    names = _names(tokenizer)
     # Decode after another token, because many tokenizers strip a leading space.
     before = next(iter(tokenizer.encode("a", add_special_tokens=False)), 0)
     alone = str(tokenizer.decode([before], clean_up_tokenization_spaces=False))

@@ -79,10 +79,14 @@ class GrammarCompiler:
     def compiled(self, schema: str, preamble: Preamble | None = None) -> TokenGrammar:
         """Return the grammar of a schema in JSON text, after a preamble. Raises ``OutriderError`` if it is unsupported."""
         data = self.checked()
-        if self._table is None:
-            self._table = schemas.token_table(data)
-        matcher = schemas.compiled(self._table, schema, preamble)
+        matcher = schemas.compiled(self.table(), schema, preamble)
         return TokenGrammar(matcher, data["mask_size"], frozenset(data["eos_token_ids"]))
+
+    def table(self) -> LLTokenizer:
+        """Return the table of the tokens, which takes a second to build for a large vocabulary."""
+        if self._table is None:
+            self._table = schemas.token_table(self.checked())
+        return self._table
 
     def checked(self) -> Mapping[str, Any]:
         """Return the tokenizer data. Raises ``OutriderError`` if the tokenizer does not support grammars."""
@@ -147,7 +151,9 @@ class Grammars:
 
     async def _made(self, key: str, text: str, preamble: Preamble | None, client: Client) -> TokenGrammar:
         try:
-            await self.pool.do({"schema": text}, len(text), client)
+            # The first grammar waits for the start of a worker and for the table: both at once.
+            table = self._in_compiler_thread(self._compiler.table)
+            await asyncio.gather(self.pool.do({"schema": text}, len(text), client), table)
             grammar: TokenGrammar = await self._in_compiler_thread(lambda: self._compiler.compiled(text, preamble))
         except (Busy, Stopping):
             raise

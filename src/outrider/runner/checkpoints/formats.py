@@ -85,7 +85,9 @@ def choose(source: str, quantization: Mapping[str, Any], device: torch.device) -
     if own is None and problem is None:
         return None
     where = "this CPU" if device.type == "cpu" else str(device)
-    raise OutriderError(f"{source} is quantised by {method}, which {where} cannot run: {problem or own}; {INSTEAD}")
+    runs_on_cpu = device.type != "cpu" and method in FORMATS
+    instead = "choose a checkpoint in 16 bits, or device=cpu" if runs_on_cpu else INSTEAD
+    raise OutriderError(f"{source} is quantised by {method}, which {where} cannot run: {problem or own}; {instead}")
 
 
 def loader_options(reader: Format | None, quantization: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:

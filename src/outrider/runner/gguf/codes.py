@@ -31,8 +31,8 @@ Parts = tuple[Tensor, ...]
 class Format:
     """One of ggml's formats: weights and bytes per block, bits per code, weights per scale, zero code and decoder.
 
-    ``zero`` is subtracted from codes; None for formats with offsets. ``memory``: bits per weight in blocks. ``kind``: one of
-    ``blocks.CODES``; None: integers.
+    ``zero`` is subtracted from codes; None for formats with offsets or a ``kind``. ``memory``: bits per weight in blocks.
+    ``kind``: one of ``blocks.CODES``; None: integers without a sign.
     """
 
     weights: int
@@ -59,7 +59,7 @@ def pack(data: Tensor, kind: str, factors: Tensor | None = None) -> Tensor:
     step = max(1, CHUNK // inputs)
     for at in range(0, outputs, step):
         part, *numbers = form.decode(data[at : at + step].reshape(-1, form.bytes))
-        codes[at : at + step] = part.view(-1, inputs)
+        codes[at : at + step].view(part.shape).copy_(part)
         found.append([number.reshape(-1, per_row * number.shape[1]) for number in numbers])
     whole = [torch.cat(each) for each in zip(*found, strict=True)]
     has_products = whole[0].dtype == torch.int8
@@ -94,7 +94,7 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q8_0(raw: Tensor) -> Parts:
-    return raw[:, 2:] ^ 128, _half(raw[:, :2])
+    return raw[:, 2:], _half(raw[:, :2])
 
 
 def _q4_0(raw: Tensor) -> Parts:
@@ -260,8 +260,8 @@ def _grid(name: str) -> Tensor:
 
 
 FORMATS = {
-    "Q8_0": Format(32, 34, 8, 32, 128, _q8_0, 8.5),
-    "Q4_0": Format(32, 18, 4, 32, 8, _q4_0, 4.5),
+    "Q8_0": Format(32, 34, 8, 32, None, _q8_0, 8.5, "int8"),
+    "Q4_0": Format(32, 18, 4, 32, None, _q4_0, 4.5, "int4"),
     "Q4_1": Format(32, 20, 4, 32, None, _q4_1, 5.0),
     "Q5_0": Format(32, 22, 5, 32, 16, _q5_0, 6.5),
     "Q5_1": Format(32, 24, 5, 32, None, _q5_1, 7.0),

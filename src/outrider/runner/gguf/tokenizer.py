@@ -34,6 +34,7 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 ENDOFTEXT = "<|endoftext|>"  # GPT-2's only special token, for files without types
 # Phi-3's other added tokens take the blanks after them. Files do not state it, and llama.cpp goes by the model's name.
 KEEPING_BLANKS = ("<unk>", "<s>", ENDOFTEXT)
+OWN_FILES = ("tokenizer.json", "tokenizer_config.json")  # in a folder they come before a GGUF file's header
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names -> the header's
 
 
@@ -43,7 +44,7 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
     Raises ``OutriderError`` for a GGUF file of an unsupported model.
     """
     path = find(source)
-    if path is None or has_own_file(source, path, "tokenizer.json", "tokenizer_config.json"):
+    if path is None or has_own_file(source, path, *OWN_FILES):
         return AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, local_files_only=is_cached_only(source)
         )
@@ -55,7 +56,23 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
     entries, options = _entries(file, "tokenizer"), _entries(file, "tokenizer_config")
     _complete(options, entries, file)
     backend = _byte_level(entries) if entries.get("tokenizer_type") == "gpt2" else _by_transformers(entries, file.architecture)
-    return kind(tokenizer_object=backend, name_or_path=str(path.parent), **options)
+    return kind(tokenizer_object=backend, name_or_path=str(path), **options)
+
+
+def has_equal_tokenizer(path: Path, source: str | Path) -> bool:
+    """Return whether ``load_tokenizer`` reads the same tokenizer, but for its template, from a GGUF file and a source."""
+    other = find(source)
+    if other is None or has_own_file(source, other, *OWN_FILES):
+        return False
+    files = GgufFile.open(path), GgufFile.open(other)
+    kinds, entries = zip(*((file.architecture, _raw_entries(file)) for file in files), strict=True)
+    return kinds[0] == kinds[1] and entries[0] == entries[1]
+
+
+def _raw_entries(file: GgufFile) -> dict[str, list[bytes]]:
+    """Return the bytes of the header's entries about the tokenizer, without templates."""
+    names = [name for name in file.fields if name.startswith("tokenizer.") and not name.startswith("tokenizer.chat_template")]
+    return {name: [part.tobytes() for part in file.fields[name].parts] for name in names}
 
 
 def _entries(file: GgufFile, group: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -186,7 +187,7 @@ def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
 
 
 def read_tensor(undo: Callable[[Array, str], Array], tensor: FileTensor, in_blocks: bool = False) -> Tensor:
-    """Return a tensor's values, or the bytes of its blocks, as a copy that does not keep the file mapped."""
+    """Return a tensor's values as a copy that does not keep the file mapped, or the bytes of its blocks, to read once."""
     kind, data = tensor.tensor_type.name, tensor.data
     if kind not in PLAIN and not in_blocks:
         data = import_module("gguf").dequantize(data, tensor.tensor_type)
@@ -194,6 +195,9 @@ def read_tensor(undo: Callable[[Array, str], Array], tensor: FileTensor, in_bloc
             data = data * tensor.factors.reshape(-1, *[1] * (data.ndim - 1))
     if kind == "BF16":  # numpy has no bfloat16: the library returns bytes
         data = data.view(np.uint16)
+    if in_blocks:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of torch: the file is mapped for reading only
+            return torch.from_numpy(np.ascontiguousarray(undo(data, tensor.name)))
     rows = torch.from_numpy(np.array(undo(data, tensor.name), order="C"))
     return rows.view(torch.bfloat16) if kind == "BF16" else rows
 
