@@ -10,8 +10,8 @@ from runner.rounds import make_request, verdict_of
 from test_draft_model import Drafting
 
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal, merged
-from outrider.proposers.combined import CombinedConfig, CombinedProposer
-from outrider.proposers.method import Setting
+from outrider.proposers.combined import CombinedConfig, CombinedMethod, CombinedProposer
+from outrider.proposers.method import MethodSpec, Setting
 from outrider.registry import PROPOSERS
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError, Proposal, RequestFault, SamplingParams
@@ -273,6 +273,22 @@ def test_combinations_that_cannot_be_built_are_rejected_in_one_line(name, option
     with pytest.raises(OutriderError, match=message) as error:
         PROPOSERS.get(name).build(Setting(None, options=options))
     assert "\n" not in str(error.value)
+
+
+class Sampling(MethodSpec):
+    """A method that samples its drafts."""
+
+    def __init__(self, name):
+        self.proposer = type(name, (Recorder,), {"name": name, "samples_drafts": True})
+
+    def build(self, setting):
+        return self.proposer(self.name, {})
+
+
+@pytest.mark.parametrize("same_text", [True, False])
+def test_drafts_that_the_first_method_would_sample_are_a_warning_unless_none_are_sampled(same_text, caplog):
+    CombinedMethod(Sampling("one"), Sampling("two")).build(Setting(None, same_text=same_text))
+    assert len(caplog.records) == (not same_text)
 
 
 def test_merging_keeps_every_row_and_leaves_the_others_empty():

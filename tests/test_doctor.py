@@ -20,6 +20,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from outrider import LLM, doctor
 from outrider.doctor import DoctorOptions, check_draft
+from outrider.engine import finding
 from outrider.memory import weight_bytes
 from outrider.proposers import early_exit
 from outrider.proposers.base import Proposer, chain_proposal
@@ -331,6 +332,24 @@ def test_the_command_lists_every_candidate_with_size_and_reason(tmp_path, capsys
     assert re.fullmatch(r"EAGLE-3 head /eagle-later, .*: not used: another one is preferred", texts[3])
     main([*given, "--method", "suffix"])
     assert not [each for each in json.loads(capsys.readouterr().out)["findings"] if each["topic"] == "drafter"]
+
+
+def test_the_command_downloads_no_drafter_that_is_not_used(tmp_path, monkeypatch, capsys):
+    from outrider.cli import main
+
+    fetched = []
+    monkeypatch.setattr(finding, "find_folder", fetched.append)
+    monkeypatch.setattr(finding, "PAIRS", tmp_path / "pairs.toml")
+    (tmp_path / "pairs.toml").write_text('["Org/model"]\ndraft = ["Org/small"]\n')
+    model = make_folder(tmp_path / "model", hidden_size=32, intermediate_size=48, num_hidden_layers=12)
+    assert [each.text for each in doctor.all_candidates(str(model)) if "Org/" in each.text] == [
+        "Org/small, known for the target: not used: it is not on this machine; --download-draft fetches it"
+    ]
+    write_eagle3(tmp_path / "eagle3", 320, 320)
+    monkeypatch.setattr(doctor, "check_draft", lambda *_: doctor.Report())
+    main(["doctor", "--target", str(model), "--json", "--download-draft"])
+    texts = [each["text"] for each in json.loads(capsys.readouterr().out)["findings"]]
+    assert "Org/small, known for the target: not used: another one is preferred" in texts and not fetched
 
 
 def test_the_command_examines_foreign_drafts_by_their_default_method(target, tmp_path, capsys):

@@ -15,7 +15,7 @@ from outrider import native
 from outrider.proposers import draft_model
 from outrider.proposers.draft_model import METHOD, DraftModelProposer
 from outrider.proposers.method import Setting
-from outrider.runner import ModelRunner, RunnerConfig, blocks
+from outrider.runner import ModelRunner, RunnerConfig, blocks, model_runner
 from outrider.runner.linear import packed_layers
 from outrider.runner.tokenizers import load_tokenizer
 from outrider.types import OutriderError, SamplingParams
@@ -216,6 +216,19 @@ def test_it_is_built_from_a_folder_with_the_targets_settings(tmp_path):
 def test_it_is_built_from_a_loaded_model(tmp_path):
     model = make_model(small_config("llama", vocab_size=len(make_tokenizer())))
     assert build(tmp_path, model, make_tokenizer()).draft.vocab_size == len(make_tokenizer())
+
+
+def test_a_draft_is_loaded_on_the_device_of_a_loaded_target(tmp_path, monkeypatch):
+    target = ModelRunner.load(make_model(small_config("llama", vocab_size=len(make_tokenizer()))), EAGER)
+    monkeypatch.setattr(model_runner, "torch_device", lambda named: torch.device("meta" if named == "auto" else named))
+    draft = METHOD.build(Setting(target, make_tokenizer(), make_folder(tmp_path / "draft"))).draft
+    assert draft.device == target.device
+
+
+def test_a_loaded_draft_on_another_device_is_refused(tmp_path):
+    model = make_model(small_config("llama", vocab_size=len(make_tokenizer()))).to("meta")
+    with pytest.raises(OutriderError, match="the draft is on meta, and the target on cpu: move the draft there"):
+        build(tmp_path, model, make_tokenizer())
 
 
 @pytest.mark.skipif(not native.load(), reason="no C++ compiler")

@@ -193,3 +193,19 @@ def test_a_hybrid_draft_drafts_no_more_than_its_states_can_roll_back() -> None:
     target, draft = hybrid("qwen3_5_text"), hybrid("qwen3_5_text")
     llm = LLM(target, draft=draft, num_draft_tokens=40, compile="never", max_drafts=16)
     assert llm.proposer.max_drafts == 16
+
+
+def test_a_prefill_that_fails_after_the_first_layers_changes_no_text() -> None:
+    """Its first layers overwrite the only states that are kept; the engine then prefills each request alone."""
+    model, failures = hybrid("qwen3_5_text"), []
+    llm = LLM(copy.deepcopy(model), method="plain", max_drafts=1, **OPTIONS)
+
+    def fail_once(*_: object) -> None:
+        if sum(map(bool, llm.runner.cache.cached_lens)) == 2 and not failures:  # in the second chunk
+            failures.append(True)
+            raise RuntimeError("out of memory")
+
+    llm.runner.model.get_submodule("model.layers.2").register_forward_pre_hook(fail_once)
+    found = outputs_of(llm.generate(PROMPTS[1:], GREEDY))
+    assert failures
+    assert [output.token_ids for output in found] == texts(model, PROMPTS[1:], GREEDY, method="plain")

@@ -95,20 +95,20 @@ class Report:
         return f"fits{', with doubts' if doubts else ''}{slower}: {gain}, best with about {self.acceptance.best_k}."
 
 
-def all_candidates(target: str | None, download: bool = False) -> list[Finding]:
+def all_candidates(target: str | None) -> list[Finding]:
     """Return a finding for each drafter that method ``auto`` considers, with its size and why it is used or not.
 
-    Empty for the embedded target (None), which comes with its drafts. ``download``: as in ``candidates``.
+    Empty for the embedded target (None), which comes with its drafts. Downloads none.
     """
     files = target_files(target)
-    found = [] if files is None else list(candidates(files, download))
-    used = next((each for each in found if not each.misfit), None)
-    return [
-        Finding("ok", "drafter", f"{each.line}: used")
-        if each is used
-        else Finding("note", "drafter", f"{each.line}: not used: {each.misfit or 'another one is preferred'}")
-        for each in found
-    ]
+    findings, is_found = [], False
+    for each in () if files is None else candidates(files):
+        is_used = not (is_found or each.misfit)
+        why = "another one is preferred" if is_found and (each.is_absent or not each.misfit) else each.misfit
+        result = "used" if is_used else f"not used: {why}"
+        findings.append(Finding("ok" if is_used else "note", "drafter", f"{each.line}: {result}"))
+        is_found |= is_used
+    return findings
 
 
 def check_draft(checked: DoctorOptions, progress: Progress = lambda _: None) -> Report:

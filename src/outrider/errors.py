@@ -44,6 +44,11 @@ def requires(extra: str, what: str) -> Iterator[None]:
         raise OutriderError(f"{what} requires {error.name}: {how_to_install(extra)}") from error
 
 
+def is_failure(error: BaseException) -> bool:
+    """Return whether an error is not an interrupt: an ``Exception``, or a panic in a library written in Rust."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def one_line(text: str) -> str:
     """Replace line breaks and repeated spaces by single spaces."""
     return " ".join(text.split())

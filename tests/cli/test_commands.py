@@ -664,6 +664,16 @@ def test_a_plan_is_inflated_with_the_heads_of_its_method(
     assert plan.values == {"compile": "always", "target": str(tmp_path), "method": method} | ({"draft": draft} if draft else {})
 
 
+def test_the_drafter_of_an_inflated_plan_may_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(models: Any) -> None:
+        raise OutriderError(f"download: {models.download_draft}")
+
+    monkeypatch.setattr(session, "auto_method", stop)
+    for download in (True, False):
+        with pytest.raises(OutriderError, match=f"download: {download}"):
+            bench_serve.inflated_plan(Plan({"download_draft": download}), "1b")
+
+
 def test_a_target_that_fails_is_not_the_users_mistake() -> None:
     assert app.explain(OutriderError("the target failed: RuntimeError: odd")) == (
         "the target failed: RuntimeError: odd", app.EXIT_INTERNAL

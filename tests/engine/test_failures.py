@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from outrider.engine.policy import FixedLength
+from outrider.engine.round import Parts, TargetError, finish_round
+from outrider.engine.scheduler import Batch
 from outrider.engine.validation import check
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
 from outrider.sampling import InvalidLogits
-from outrider.types import Proposal, ancestor_matrix
+from outrider.types import Context, Proposal, Scores, ancestor_matrix
+from outrider.verifiers.exact import ExactMatchVerifier
+from outrider.verifiers.rejection import RejectionVerifier
 
 from .test_engine import Features, plain, requests
 from .toy import VOCAB, TableRunner, greedy_continuation, make_engine, make_request, oracle, outputs, run
@@ -253,6 +258,62 @@ def test_a_failing_target_is_an_error_for_that_request_alone(kind):
     assert runner.cached == {}
 
 
+def failing_on_drafts(runner, name, kind):
+    """Let the target fail on drafts of a request: with an exception, or with NaN logits after the last one."""
+    score = runner.score
+
+    def failing(context, proposal, hidden):
+        scores = score(context, proposal, hidden)
+        for b, request in enumerate(context.requests):
+            if request.request_id == name and proposal.lens[b]:
+                if kind == "raises":
+                    raise RuntimeError("out of memory")
+                scores.logits[b, proposal.lens[b]] = float("nan")
+        return scores
+
+    runner.score = failing
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", ["raises", "nan"])
+def test_a_request_whose_drafts_the_target_fails_on_continues_without_them(batch, kind, caplog):
+    runner = TableRunner()
+    failing_on_drafts(runner, f"r{batch - 1}", kind)
+    found = run(make_engine(oracle(runner, 1), 3, runner=runner), requests(batch))
+    assert outputs(found) == plain(batch)
+    assert [found[f"r{b}"][-1].stats.faults for b in range(batch)] == [0] * (batch - 1) + [1]
+    (record,) = caplog.records
+    assert "the target fails on its drafts: " in record.getMessage()
+
+
+def test_sampled_drafts_that_the_target_fails_on_end_the_request():
+    """To leave them out because of their values would bias the output."""
+    runner = TableRunner()
+    failing_on_drafts(runner, "r1", "nan")
+    proposer = ScriptedProposer(lambda context, k: with_row_0(good(context)))
+    found = run(make_engine(proposer, 3, runner=runner), requests(temperature=1.0))
+    assert [found[f"r{b}"][-1].finish_reason for b in range(3)] == ["length", "error", "length"]
+
+
+def test_draft_probabilities_are_moved_to_the_targets_device():
+    class Elsewhere:
+        def score(self, context, proposal, hidden):
+            return Scores(torch.zeros(1, 2, VOCAB, device="meta"))
+
+    class Verifier(RejectionVerifier):
+        def verify(self, proposal, target, random):
+            devices.append(proposal.probs.device.type)
+            raise RuntimeError
+
+    devices, sampler = [], SimpleNamespace(is_deterministic=False, probs=lambda logits, *_, lens: logits)
+    batch = Batch((), Context((), (), sampler))
+    proposal = Proposal(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long), torch.zeros(1, 1, VOCAB))
+    parts = Parts(None, Elsewhere(), None, (Verifier(), ExactMatchVerifier()), ())
+    with pytest.raises(TargetError):
+        finish_round(batch, 1, proposal, parts)
+    assert devices == ["meta"]
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_time_of_a_failed_round_is_not_counted(batch):
     runner = TableRunner(max_batch=batch)
@@ -346,8 +407,13 @@ def test_time_is_not_counted_after_a_batch_that_cannot_be_made():
     assert engine._clock._phase is None
 
 
+class PanicException(BaseException):
+    """Raised by libraries in Rust."""
+
+
+@pytest.mark.parametrize("kind", [IndexError, PanicException])
 @pytest.mark.parametrize("params", [{}, {"stop": ("never",)}, {"logprobs": 1}])
-def test_a_tokenizer_that_fails_ends_only_its_request(params):
+def test_a_tokenizer_that_fails_ends_only_its_request(params, kind):
     class Decoder:
         """Fails at the output of the request whose prompt begins with 7."""
 
@@ -356,7 +422,7 @@ def test_a_tokenizer_that_fails_ends_only_its_request(params):
 
         def feed(self, token_ids):
             if self.fails:
-                raise IndexError("piece id is\nout of range")
+                raise kind("piece id is\nout of range")
             return "x" * len(token_ids)
 
         def flush(self):
@@ -370,7 +436,7 @@ def test_a_tokenizer_that_fails_ends_only_its_request(params):
     (emission,) = found["r1"]
     assert emission.finish_reason == "error" and not emission.token_ids and not emission.text
     assert emission.error.startswith("the target failed: its tokenizer cannot decode tokens [")
-    assert emission.error.endswith("]: IndexError: piece id is out of range")
+    assert emission.error.endswith(f"]: {kind.__name__}: piece id is out of range")
     assert runner.cached == {}
 
 

@@ -23,10 +23,11 @@ from transformers import AutoModelForCausalLM
 
 from outrider import LLM, SamplingParams, hub
 from outrider.engine import finding
+from outrider.engine.finding import target_files
 from outrider.engine.methods import auto_choice
 from outrider.method_text import split_method
 from outrider.proposers.draft_model import DraftModelMethod, DraftModelProposer
-from outrider.proposers.recognition import MODEL, kind_of
+from outrider.proposers.recognition import MODEL, Recognised, kind_of
 from outrider.registry import DEFAULT_METHOD, PROPOSERS, VERIFIERS
 from outrider.runner.parallel_draft import ParallelDraft
 from outrider.types import OutriderError
@@ -564,6 +565,19 @@ def test_a_registered_method_can_recognise_drafts_with_higher_precedence(made, t
     assert (found.method, found.draft) == ("masked", str(masked))
     assert auto_choice(str(target), str(masked), {}).method == "masked"
     assert auto_choice(str(target), str(target.parent / "draft"), {}).method == "draft"
+
+
+def test_a_method_without_precedence_is_never_chosen(made, target, monkeypatch):
+    monkeypatch.setattr(PROPOSERS, "_entries", dict(PROPOSERS._entries))
+    monkeypatch.setattr(MaskedMethod, "precedence", 0)
+    PROPOSERS.register("masked", MaskedMethod())
+    masked = copied(made / "draft", target.parent / "draft-small")
+    config = json.loads((masked / "config.json").read_text())
+    (masked / "config.json").write_text(json.dumps(config | {"mask_token_id": 7}))
+    masked_only = lambda self, *_: Recognised("model", 0.1) if self.name == "masked" else None  # noqa: E731
+    monkeypatch.setattr(DraftModelMethod, "recognise", masked_only)
+    assert chosen(target).method == "suffix"
+    assert finding._examined(target_files(target), masked, "") is None
 
 
 # --- downloads --------------------------------------------------------------------------------------------------------------

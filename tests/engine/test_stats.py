@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engine.clock import ClockedRunner, PhaseClock
+from outrider.engine.clock import ClockedProposer, ClockedRunner, PhaseClock
 from outrider.engine.stats import GenerationStats
+from outrider.proposers.base import ScriptedProposer
 from outrider.runner.cost_book import CostBook, PlainRound
-from outrider.types import PhaseTimes, Round
+from outrider.types import PhaseTimes, Proposal, Round
 
 
 def drafted(num_accepted: int, score: float = 3.0) -> Round:
@@ -111,8 +112,9 @@ def test_the_time_of_a_pass_on_a_gpu_counts_as_scoring(monkeypatch: pytest.Monke
         def score(self, *_: object) -> Any:
             return SimpleNamespace(logits=SimpleNamespace(device=torch.device("cuda:0")))
 
-    monkeypatch.setattr("torch.cuda.synchronize", lambda _: time.sleep(0.02))
-    clock = PhaseClock()
+    stream = SimpleNamespace(synchronize=lambda: time.sleep(0.02))
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: stream)
+    clock = PhaseClock(torch.device("cuda:0"))
     ClockedRunner(Launched(), clock).score(None, None, ())  # type: ignore[arg-type]
     times = clock.take()
     assert times.score >= 0.02 > times.verify
@@ -132,3 +134,17 @@ def test_the_drafts_of_a_round_are_counted_once_for_all_its_requests() -> None:
     for stats in found:
         stats.add_times(round_, is_prefill=False, emitted_per_request=2, plain=None)
     assert lens.num_read == proposed.num_read == 1 and [stats.num_draft_steps for stats in found] == [4] * 3
+
+
+def test_the_time_of_drafts_and_prefill_on_a_gpu_counts_as_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They return while the GPU still computes; the drafts are on the CPU."""
+    stream = SimpleNamespace(synchronize=lambda: time.sleep(0.02))
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: stream)
+    clock = PhaseClock(torch.device("cuda:0"))
+    proposer = ClockedProposer(ScriptedProposer(lambda context, k: Proposal.empty(1)), clock)
+    proposer.prefill([])
+    proposer.propose(None, 1)  # type: ignore[arg-type]
+    with clock.phase("prefill"):
+        pass
+    times = clock.take()
+    assert min(times.draft_prefill, times.draft, times.prefill) >= 0.02

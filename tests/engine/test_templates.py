@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tiny_folder import make_tokenizer
 
-from outrider.engine.prompts import chat_ids
+from outrider.engine.prompts import as_messages, chat_ids
 from outrider.engine.templates import as_read_by, variables_for
 from outrider.types import OutriderError
 
@@ -80,6 +80,11 @@ def test_messages_are_not_changed(template: str) -> None:
     messages: list[dict[str, Any]] = [{**USER}, {**SAID, "tool_calls": [{**CALL}]}, {**RESULT}, {**USER}]
     as_read_by(template, messages)
     assert messages == [USER, SAID, RESULT, USER]
+
+
+def test_other_names_of_a_role_and_of_reasoning_are_known() -> None:
+    given = [{"role": "developer", "content": "Be brief."}, {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}]
+    assert rendered(QWEN, as_messages(given)) == "[system]<think></think>Be brief.|<think>Hm.</think>Yes."
 
 
 def test_reasoning_alone_has_no_text() -> None:

@@ -462,6 +462,23 @@ def test_the_script_for_sglang_names_the_number_of_drafts_that_it_uses(
     assert [note.split()[0] for note in said.notes if "typical" in note] == ([str(expected)] if is_typical else [])
 
 
+@pytest.mark.parametrize(
+    ("to", "method", "k", "note"),
+    [
+        ("transformers", "ngram", "auto", "5 drafts per round is a typical number: measure yours."),
+        ("sglang", "dflash:draft={models}/dflash", "auto", "SGLang drafts the head's whole blocks: 5 tokens."),
+        ("vllm", "draft:draft={models}/draft:bits=16", 4, "options of the method are Outrider's and are not exported: bits."),
+    ],
+)
+def test_what_an_engine_does_otherwise_is_noted_in_the_script(
+    to: str, method: str, k: int | str, note: str, export: Any, models: Path
+) -> None:
+    folder, said = export(to, method=method.format(models=models), num_draft_tokens=k)
+    assert note in (folder / SCRIPT).read_text() and [each for each in said.notes if note in each]
+    _, said = export(to, method=method.format(models=models).removesuffix(":bits=16"), num_draft_tokens=4)
+    assert not [each for each in said.notes if note in each]
+
+
 def test_settings_that_transformers_lacks_are_noted(export: Any) -> None:
     settings = {"max_len": 128, "max_batch": 4, "kv_memory": 1.5, "compile": "auto"}
     _, said = export("transformers", method="ngram:min_n=2", **settings)

@@ -357,6 +357,18 @@ def test_a_loaded_model_is_not_converted(options, said):
     ModelRunner.load(model, RunnerConfig(compile="never", dtype="float32", device="cpu"))
 
 
+def test_a_loaded_model_on_several_devices_is_refused():
+    model = make_model(small_config("llama"))
+    model.lm_head.to("meta")
+    assert refusal(model, EAGER).startswith("the loaded model is spread over cpu, meta: expected one device")
+
+
+def test_a_device_of_another_type_than_cpu_and_cuda_is_refused(folder):
+    wanted = "device meta is not supported: expected cpu, cuda or a numbered GPU"
+    assert refusal(folder, RunnerConfig(device="meta")).startswith(wanted)
+    assert refusal(make_model(small_config("llama")).to("meta"), EAGER).startswith(wanted)
+
+
 def test_two_runners_of_one_model_are_independent():
     model = make_model(small_config("llama"))
     first, second = (Rounds(ModelRunner.load(model, EAGER), model, [make_text(9, seed)]) for seed in (1, 2))

@@ -121,6 +121,19 @@ def test_conversations_with_tools_are_read(tmp_path: Path) -> None:
     assert [tokenizer.decode(each.prompt) for each in encoded(tokenizer, [asked], 200)] == ["3"]
 
 
+def test_a_requests_template_variables_are_applied(tmp_path: Path) -> None:
+    line = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    lines = [
+        line | {"chat_template_kwargs": {"enable_thinking": False}},
+        line | {"reasoning_effort": "none"},
+        line | {"reasoning_effort": "low", "verbosity": "high"},
+        line | {"chat_template_kwargs": [1]},
+    ]
+    asked = read_file(written(tmp_path, *lines), 8, DEFAULTS)  # the last one is skipped
+    tokenizer = make_tokenizer(chat_template="{{ enable_thinking }}|{{ reasoning_effort }}|{{ verbosity }}")
+    assert [tokenizer.decode(each.prompt) for each in encoded(tokenizer, asked, 200)] == ["False||", "False|none|", "|low|high"]
+
+
 def test_few_prompts_are_spread_over_the_whole_file(tmp_path: Path) -> None:
     file = written(tmp_path, *({"prompt": str(number)} for number in range(10)))
     assert [asked.prompt.text for asked in read_file(file, 5, DEFAULTS)] == ["0", "2", "4", "6", "8"]

@@ -131,6 +131,34 @@ def test_a_longer_context_inherits_costs_and_scales_them_by_its_first_pass():
     assert costs.pass_seconds(1, 1, 0) == 1.0
 
 
+@pytest.mark.parametrize("wrong", [10.0, 0.7])
+@pytest.mark.parametrize("renews", [False, True])
+def test_a_wrong_first_reading_of_copied_costs_is_corrected_for_all_widths(wrong, renews):
+    """The first pass in a longer context, or after a renewal, was disturbed, or ran while the machine was faster."""
+    costs, slower = CostBook(), 2.0
+    width, usual = (5, 1.4) if renews else (4, 1.3)  # 5 is not among the copied ones
+    for each, seconds in [(1, 1.0), (4, 1.3), (16, 2.5)]:
+        costs.record_pass(each, 1, 0, seconds)
+    if renews:
+        costs.renew()
+    costs.record_pass(width, 1, 1000, wrong * slower * usual)  # drafted rounds only
+    for _ in range(20):
+        costs.record_pass(width, 1, 1000, slower * usual)
+    assert costs.pass_seconds(width, 1, 1000) == pytest.approx(slower * usual, rel=0.1)
+    costs.record_pass(1, 1, 2000, slower)  # copies them
+    for cache_len in (1000, 2000):
+        assert [costs.pass_seconds(each, 1, cache_len) for each in (1, 16)] == pytest.approx([slower, 2.5 * slower], rel=0.1)
+
+
+def test_a_disturbed_later_reading_changes_copied_costs_for_a_while_only():
+    costs = CostBook()
+    costs.record_pass(1, 1, 0, 1.0)
+    costs.record_pass(5, 1, 0, 1.4)
+    for seconds in (1.4, 14.0, *[1.4] * 20):
+        costs.record_pass(5, 1, 1000, seconds)
+    assert costs.pass_seconds(1, 1, 1000) == pytest.approx(1.0, rel=0.1)
+
+
 def test_a_row_has_the_cost_from_other_batches_until_it_is_measured():
     costs = CostBook()
     costs.record_pass(1, 1, 0, 1.0)

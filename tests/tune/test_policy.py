@@ -98,6 +98,11 @@ def test_forced_tokens_do_not_affect_the_draft_length(machine, batch, forced):
         assert sum(k > 0 for k in recorded(bad).requested) <= 15
 
 
+def test_drafting_resumes_after_a_plain_round_with_a_grammars_drafts():
+    policy = recorded(Cell(LARGE, Text((0.3,)), lengths=(400,) * 3, forced=(1, 3)))  # no round is without them
+    assert grid.mean([k > 0 for k in policy.requested]) > 0.9
+
+
 def test_output_that_becomes_predictable_is_detected():
     cell = Cell(LARGE, Text((0.1, 0.95), stretch=64), lengths=(192,) * 4)
     assert automatic(cell) > 0.92 * best_fixed(cell) > 1.1 * plain(cell)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from outrider.engine.prompts import chat_ids, for_template, takes_tools, template_of
 from outrider.errors import check_text, errors_as, without_path
 from outrider.files import READ_ERRORS, open_text
+from outrider.server.formats import requested_variables
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ ONE_PER_LINE = "expected one JSON object per line"
 CHAT = "chat"
 SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # besides MT-bench's questions
 Message = Mapping[str, Any]  # {"role", "content"}, and "tool_calls" of an assistant
-MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")  # all others are dropped
+# All others are dropped.
+MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
 Read = Callable[[Mapping[str, Any], str], "Prompt"]  # (object of a line, workload) -> prompt
 
 
@@ -47,6 +49,7 @@ class Prompt:
     text: str = ""
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()  # that the answer may call, in OpenAI's format
+    variables: Mapping[str, Any] = field(default_factory=dict)  # for the chat template
 
     @property
     def is_chat(self) -> bool:
@@ -200,8 +203,12 @@ def _conversation(item: Mapping[str, Any], workload: str) -> Prompt:
     tools = [] if item.get("tool_choice") == "none" else item.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused('"tools" must be a list of tools as in OpenAI\'s API')
-    found = Prompt(workload, messages=tuple(map(_message, messages)), tools=tuple(tools))
-    _text(json.dumps([found.messages, tools], ensure_ascii=False), '"messages"')
+    given = item.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise Refused('"chat_template_kwargs" must be an object')
+    variables = requested_variables(item.get("reasoning_effort"), item.get("verbosity"), given)
+    found = Prompt(workload, messages=tuple(map(_message, messages)), tools=tuple(tools), variables=variables)
+    _text(json.dumps([found.messages, tools, variables], ensure_ascii=False), '"messages"')
     return found
 
 
@@ -249,7 +256,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         return list(tokenizer(prompt.text)["input_ids"])
     if getattr(tokenizer, "chat_template", None):
         tools = prompt.tools if takes_tools(template_of(tokenizer, with_tools=True)) else ()
-        return chat_ids(tokenizer, [dict(message) for message in prompt.messages], tools)
+        return chat_ids(tokenizer, [dict(message) for message in prompt.messages], tools, prompt.variables)
     return list(tokenizer(as_text(prompt))["input_ids"])
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
+import torch
+
 from outrider.proposers.base import Proposer
 from outrider.proposers.wrapper import ProposerWrapper
 from outrider.runner import ModelRunner
@@ -16,7 +18,9 @@ from outrider.types import Context, PhaseTimes, Proposal, Request, Scores, Verdi
 class PhaseClock:
     """Add elapsed time to the current phase, a field of ``PhaseTimes``."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """``device``: the target's."""
+        self._device = device
         self._times, self._since = PhaseTimes(), 0.0
         self._phase: str | None = None  # None: the time is not counted
 
@@ -34,6 +38,7 @@ class PhaseClock:
         self.enter(phase)
         try:
             yield
+            wait_for(self._device)  # otherwise later phases would be charged with this one's work
         finally:
             self.enter(before)
 
@@ -57,10 +62,7 @@ class ClockedProposer(ProposerWrapper):
 
     def propose(self, context: Context, k: int) -> Proposal:
         with self._clock.phase("draft"):
-            proposal = self.inner.propose(context, k)
-            if isinstance(proposal, Proposal):
-                wait_for(proposal.token_ids.device)  # otherwise later phases would be charged with the drafts
-            return proposal
+            return self.inner.propose(context, k)
 
 
 class ClockedRunner:

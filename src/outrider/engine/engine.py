@@ -29,7 +29,7 @@ from outrider.proposers.base import Proposer
 from outrider.runner import ModelRunner
 from outrider.sampling import Sampler
 from outrider.sampling.min_tokens import check_masks
-from outrider.types import Context, OutriderError, Request, Round
+from outrider.types import Context, OutriderError, Proposal, Request, Round
 from outrider.verifiers.base import Verifier
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Engine:
             eos_token_ids=scheduler.eos_token_ids,
         )
         self._hidden = proposer.needs_hidden
-        self._clock = PhaseClock()
+        self._clock = PhaseClock(runner.device)
         self._ledger = Ledger(runner.costs, drafts_with_model=not proposer.is_model_free)
         supports_trees = runner.supports_trees and all(verifier.supports_trees for verifier in verifiers)
         self._guard = GuardedProposer(
@@ -153,8 +153,6 @@ class Engine:
             result = run_round(batch, k, self._parts)
         except TargetError as failure:
             self._clock.take()  # the time of a failure is not that of a round
-            if len(batch.entries) == 1:
-                return [self._fail(batch.entries[0], failure.__cause__)]
             return self._isolate(batch, k, failure)
         return self._settle(batch, result, requested)
 
@@ -199,18 +197,32 @@ class Engine:
         return lengths
 
     def _isolate(self, batch: Batch, k: int, failure: TargetError) -> list[Emission]:
-        """Rerun a failed round for each request alone. The policy does not observe these rounds, whose batch it did not see."""
+        """Rerun a failed round for each request alone, and without its drafts if it fails again.
+
+        The policy does not observe these rounds, whose batch it did not see.
+        """
         lens = failure.proposal.lens.tolist()
         emissions = []
         for b, entry in enumerate(batch.entries):
             alone, proposal = batch.take([b]), failure.proposal.take([b]).narrow([lens[b]])
-            try:
-                result = finish_round(alone, k, proposal, self._parts)
-            except TargetError as error:
-                self._clock.take()
-                emissions.append(self._fail(entry, error.__cause__))
-            else:
+            tries, error = [proposal] if len(lens) > 1 else [], failure.__cause__
+            # No token is decided yet, and these drafts follow from committed tokens. Sampled ones may fail because of their
+            # values, and leaving them out for that would bias the output.
+            if lens[b] and (proposal.probs is None or entry.request.params.is_greedy):
+                tries.append(Proposal.empty(1))
+            for each in tries:
+                try:
+                    result = finish_round(alone, k, each, self._parts)
+                except TargetError as again:
+                    self._clock.take()
+                    error = again.__cause__
+                    continue
+                if each is not proposal:
+                    self._guard.pause([entry.request], f"the target fails on its drafts: {type(error).__name__}: {error}")
                 emissions += self._settle(alone, result)
+                break
+            else:
+                emissions.append(self._fail(entry, error))
         return emissions
 
     def _settle(self, batch: Batch, result: RoundResult, requested: Context | None = None) -> list[Emission]:

@@ -251,7 +251,7 @@ def _examined(
 ) -> Candidate | None:
     """Return the candidate of the method with the highest precedence that recognises a folder or file, or None."""
     found: list[Candidate] = []
-    for spec in filter(suits, _methods()):
+    for spec in [each for each in _methods() if each.precedence and suits(each)]:
         each = Candidate(str(source), where, source, spec.name, precedence=spec.precedence)
         try:
             recognised = spec.recognise(source, target)

@@ -85,7 +85,7 @@ class GuardedProposer:
         finally:
             self._features.discard(context.request_ids)  # the proposer has read the hidden states of all
         for row, reason in checked.faults.items():
-            self._pause([context.requests[row]], reason)
+            self.pause([context.requests[row]], reason)
         self._drafted = {name for row, name in enumerate(context.request_ids) if row not in checked.faults}
         return checked.proposal if len(rows) == batch else checked.proposal.scatter(rows, batch)
 
@@ -101,7 +101,7 @@ class GuardedProposer:
                 verdict = _in_tree(verdict, [self._nodes[request_id] for request_id in context.request_ids])
             self._proposer.commit(context, verdict)
         except Exception as error:
-            self._pause(context.requests, error)
+            self.pause(context.requests, error)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Drop the state of requests."""
@@ -185,9 +185,9 @@ class GuardedProposer:
         """Pause the requests that a ``RequestFault`` names; any other error pauses all these requests."""
         named = error.request_ids if isinstance(error, RequestFault) else ()
         at_fault = [request for request in requests if request.request_id in named] or requests
-        self._pause(at_fault, error)
+        self.pause(at_fault, error)
 
-    def _pause(self, requests: Sequence[Request], reason: str | Exception) -> None:
+    def pause(self, requests: Sequence[Request], reason: str | Exception) -> None:
         """Pause drafting for requests and drop the proposer's state for them."""
         ids = [request.request_id for request in requests]
         for request in requests:

@@ -89,9 +89,15 @@ def as_messages(given: Any) -> list[dict[str, Any]]:
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as chat templates expect it: the content is text, the arguments of tool calls are objects.
 
+    The role ``developer`` becomes ``system``, and ``reasoning`` also ``reasoning_content``.
+
     Raises ``OutriderError`` for malformed tool calls and for content that is not text or parts with text.
     """
     plain = {**message, "content": _text_of(message)}
+    if message["role"] == "developer":  # OpenAI's newer name: templates drop unknown roles, or know one that is not meant
+        plain["role"] = "system"
+    if thoughts := message.get("reasoning_content") or message.get("reasoning"):
+        plain["reasoning_content"] = thoughts
     if not message.get("tool_calls"):
         return plain
     try:

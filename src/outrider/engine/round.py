@@ -6,7 +6,7 @@ measures times, and ledger.py derives statistics from the ``RoundResult``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from outrider.engine.scheduler import Batch, Scheduler
@@ -72,6 +72,8 @@ def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> Roun
     verifier = deterministic if sampler.is_deterministic else sampled
     try:
         scores = parts.runner.score(context, proposal, parts.hidden)
+        if proposal.probs is not None:  # a proposer may compute them on another device
+            proposal = replace(proposal, probs=proposal.probs.to(scores.logits.device))
         to_target = sampler.tokens if verifier.target_input == "tokens" else sampler.probs
         target = to_target(scores.logits, proposal.token_ids, proposal.parents, lens=proposal.lens)
         verdict = verifier.verify(proposal, target, sampler)

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory, StopScanner
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.queue import FairQueue, exceeds_share
-from outrider.errors import TARGET_FAILED, PromptTooLong, one_line
+from outrider.errors import TARGET_FAILED, PromptTooLong, is_failure, one_line
 from outrider.types import BatchSampler, Context, OutriderError, Request
 
 
@@ -198,7 +198,9 @@ class Scheduler:
                 kept, text = self._commit_ids(entry, token_ids)
             else:
                 kept, text = self._commit_text(entry, entry.scanner, token_ids)
-        except Exception as error:  # such as a padding id of the vocabulary, which some tokenizers cannot decode
+        except BaseException as error:  # such as a padding id of the vocabulary, which some tokenizers cannot decode
+            if not is_failure(error):
+                raise
             problem = f"its tokenizer cannot decode tokens {token_ids}: {type(error).__name__}: {one_line(str(error))}"
             entry.error = f"{TARGET_FAILED}: {problem}"
             entry.detokenizer = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,13 @@ class Deployment:
     def is_model_free(self) -> bool:
         """Return whether Outrider's proposer can be exported."""
         return bool(PROPOSERS.get(split_method(self.method)[0]).is_model_free)
+
+    @property
+    def lost_options(self) -> list[str]:
+        """Return the method's given options that its portable form lacks."""
+        known = {"draft", "parallel", *(each.name for each in fields(self.kind))}  # the form's class says whether in parallel
+        is_used = not isinstance(self.kind, NoDrafts)
+        return [name for name in split_method(self.method)[1] if is_used and name not in known]
 
     def given(self, key: str) -> Any:
         """Return an option of the plan, or None if it is missing or ``auto``."""

@@ -7,7 +7,7 @@ import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -88,6 +88,11 @@ class Engine(ABC):
         return OutriderError(f"{self.name} cannot draft with {deployment.kind.what} (method {deployment.method!r}): {advice}")
 
 
+def typical(num_drafts: int) -> str:
+    """Return the note on a number of drafts that the plan does not set."""
+    return f"{num_drafts} drafts per round is a typical number: measure yours."
+
+
 def gpu_environment(device: str | None) -> dict[str, str]:
     """Return the environment that selects the GPU named by ``device``, if any.
 
@@ -123,6 +128,9 @@ def write(engine: Engine, deployment: Deployment, folder: Path, own_code: bool =
         raise OutriderError(f"method {deployment.method!r} is not text-based: --own-code does not apply")
     with errors_as(f"cannot write {folder}", OSError, detail=without_path):
         export = engine.export(deployment, folder, own_code)
+        if (lost := deployment.lost_options) and not export.needs_outrider:
+            note = f"These options of the method are Outrider's and are not exported: {', '.join(lost)}."
+            export = replace(export, notes=[*export.notes, note])
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in export.files.items():
             write_whole(folder / name, text)

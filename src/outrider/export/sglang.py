@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from outrider.export import heads
 from outrider.export.deployment import Deployment
-from outrider.export.engine import TEMPERATURE_NOTE, Engine, Export, gpu_environment
+from outrider.export.engine import TEMPERATURE_NOTE, Engine, Export, gpu_environment, typical
 from outrider.proposers import portable
 from outrider.types import OutriderError
 
@@ -40,7 +40,7 @@ class Sglang(Engine):
     def export(self, deployment: Deployment, folder: Path, own_code: bool) -> Export:
         flags, num_drafts, notes = self._drafting(deployment, folder)
         if flags and deployment.own_k is None and not isinstance(deployment.kind, portable.BlockDrafter):
-            notes = [f"{num_drafts} drafts per round is a typical number: measure yours.", *notes]
+            notes = [typical(num_drafts), *notes]
         environment = gpu_environment(deployment.given("device"))
         general = {
             "model-path": deployment.target,
@@ -88,7 +88,8 @@ class Sglang(Engine):
                 note = f"SGLang drafts the head's whole blocks: {shape.max_drafts} tokens."
                 return {"speculative-algorithm": "DSPARK", **model}, shape.max_drafts, [note]
             size = shape.block_size if deployment.own_k is None else min(k, shape.max_drafts) + 1
-            return {"speculative-algorithm": "DFLASH", **model, "speculative-dflash-block-size": size}, size - 1, []
+            notes = [f"SGLang drafts the head's whole blocks: {size - 1} tokens."] if deployment.own_k is None else []
+            return {"speculative-algorithm": "DFLASH", **model, "speculative-dflash-block-size": size}, size - 1, notes
         if not isinstance(kind, (portable.FeatureHead, portable.OwnHead)):
             raise self.refuse(deployment)
         own: str | None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from outrider.export.deployment import Deployment, gguf_files
-from outrider.export.engine import Engine, Export
+from outrider.export.engine import Engine, Export, typical
 from outrider.method_text import split_method
 from outrider.proposers import portable
 from outrider.types import OutriderError
@@ -64,8 +64,10 @@ class Transformers(Engine):
         notes = ["transformers drafts for one sequence at a time, and its server does not draft."]
         if ignored := _ignored(deployment):
             notes.append(f"transformers has no such settings, so that they are not exported: {', '.join(ignored)}.")
-        files = {FILE: json.dumps(config, indent=2) + "\n", PROGRAM: program}
         num_drafts = 0 if isinstance(deployment.kind, portable.NoDrafts) else deployment.k
+        if num_drafts and deployment.own_k is None:
+            notes.append(typical(num_drafts))
+        files = {FILE: json.dumps(config, indent=2) + "\n", PROGRAM: program}
         return Export(("python", PROGRAM), files=files, notes=notes, num_drafts=num_drafts)
 
     def _drafting(self, deployment: Deployment) -> tuple[dict[str, Any], dict[str, str]]:

@@ -237,7 +237,7 @@ class CombinedMethod(MethodSpec):
         """Build both proposers. Raises ``OutriderError`` if one does not fit the target."""
         config = self._config(setting)
         first, second = [part.build(own) for part, own in self._settings(setting)]
-        if first.samples_drafts:
+        if first.samples_drafts and not setting.same_text:
             logger.warning(
                 "%s: sampled requests are drafted for by %s only, because %s samples their drafts (docs/methods.md)",
                 self.name,

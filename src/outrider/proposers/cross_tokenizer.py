@@ -13,7 +13,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ from outrider.proposers.draft_model import (
     load_draft,
 )
 from outrider.proposers.method import Setting
-from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.runner.tokenizers import Spelling
@@ -147,11 +145,8 @@ class CrossTokenizerProposer(DraftModelProposer):
 
 class CrossTokenizerMethod(DraftModelMethod):
     proposer = CrossTokenizerProposer
-    precedence = 0
+    precedence = 0  # a draft with another tokenizer must be named by the user
     other_tokenizer = True
-
-    def recognise(self, folder: Path, target: TargetFiles) -> None:
-        """Never use a found draft: a draft with another tokenizer must be named by the user."""
 
     def build(self, setting: Setting) -> CrossTokenizerProposer:
         """Load the draft. Raises ``OutriderError`` if it or one of the tokenizers is missing."""

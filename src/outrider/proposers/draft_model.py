@@ -274,14 +274,18 @@ METHOD = DraftModelMethod()
 def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     """Load a draft model with the target's settings, with the bits of the options.
 
-    Raises ``OutriderError`` if loading or ``drafts_in_parallel`` fails, and for ``bits`` of a draft without the CPU kernels.
+    Raises ``OutriderError`` if loading or ``drafts_in_parallel`` fails, for a loaded draft on another device, and for ``bits``
+    of a draft without the CPU kernels.
     """
     target, draft = setting.target.config, setting.draft
+    device = torch.empty(0, device=setting.target.device).device  # with its number, also if that is the default GPU
+    if isinstance(draft, PreTrainedModel) and draft.device != device:
+        raise OutriderError(f"the draft is on {draft.device}, and the target on {device}: move the draft there")
     is_parallel = drafts_in_parallel(_config_of(draft, target.trust_remote_code), options, draft)
     kind = ParallelDraft if is_parallel else ModelRunner
-    config = target.for_draft()
-    if isinstance(draft, PreTrainedModel):  # dtype and device are given for the target
-        config = replace(config, dtype="auto", device="auto")
+    config = replace(target.for_draft(), device=device)  # where the target is: "auto" may be another one for a loaded target
+    if isinstance(draft, PreTrainedModel):  # dtype is given for the target
+        config = replace(config, dtype="auto")
     runner = kind.load(draft, config, None if options.bits == 16 else f"draft {options.bits}")  # type: ignore[arg-type]
     before = packed_bytes(runner.model)
     bits = options.bits or (4 if before > MAX_16_BIT_BYTES else 16)

@@ -297,11 +297,13 @@ class _PassTable:
         self._tables: dict[Key, dict[float, float]] = {}  # width -> seconds
         self._eager_tables: dict[Key, dict[float, float]] = {}  # the same for the eager passes that these replaced
         self._counts: dict[tuple[Key, float], int] = {}  # number of measurements of a width
+        self._anchors: dict[Key, float] = {}  # measured width to which the copied ones keep their ratios
 
     def renew(self) -> None:
         self._eager_tables = self._tables or self._eager_tables
         self._tables = {}
         self._counts.clear()
+        self._anchors.clear()
         self.run_plain.clear()
 
     def add(self, width: float, batch: int, bucket: int, seconds: float, is_cold: bool) -> None:
@@ -315,10 +317,13 @@ class _PassTable:
             return
         if mean is None:
             table[width] = self._first_reading(table, width, batch, seconds)
-        elif count == 0:
-            self._rescale_unmeasured(key, table, seconds / mean)
         else:
-            table[width] = _updated_mean(mean, seconds, count)
+            if count == 0:  # copied from a neighbouring entry
+                self._anchors[key] = width
+            new = seconds if count == 0 else _updated_mean(mean, seconds, count)
+            if self._anchors.get(key) == width:  # in each reading, because the first one may have been disturbed
+                self._rescale_unmeasured(key, table, new / mean)
+            table[width] = new
         self._counts[key, width] = count + 1
         if width == 1:
             self.run_plain.add(batch)
@@ -340,7 +345,7 @@ class _PassTable:
             return dict(near)
         before = _nearest(self._eager_tables, key)
         then = self._interpolated(before, width, key[0])
-        return {w: price * seconds / then for w, price in before.items()} if then else {}
+        return {**{w: price * seconds / then for w, price in before.items()}, width: seconds} if then else {}
 
     def _first_reading(self, table: dict[float, float], width: float, batch: int, seconds: float) -> float:
         """Return the cost of a width that never ran: a reading far above the neighbouring widths is probably interference."""
@@ -348,7 +353,7 @@ class _PassTable:
         return min(seconds, most, FIRST_SPIKE * (self._interpolated(table, width, batch) or seconds))
 
     def _rescale_unmeasured(self, key: Key, table: dict[float, float], factor: float) -> None:
-        """Rescale all unmeasured widths by the first measurement of a cost that was copied from a neighbouring entry."""
+        """Rescale all unmeasured widths, which were copied from a neighbouring entry or from the replaced passes."""
         for width in table:
             if (key, width) not in self._counts:
                 table[width] *= factor

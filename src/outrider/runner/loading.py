@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import ModelOutput
 
-from outrider.errors import first_line
+from outrider.errors import errors_as, first_line
 from outrider.files import expanded, is_path, not_a_model_folder
 from outrider.hub import expected_of, fetch_configs, fetch_weights, is_cached_only, is_hub_id
 from outrider.memory import on_this_machine, require_memory, weight_bytes, weight_files
@@ -249,8 +249,23 @@ def refuse_encoders(config: PreTrainedConfig) -> None:
         )
 
 
+def check_device(device: torch.device) -> None:
+    """Raise ``OutriderError`` for a device that this machine lacks, and for one that the passes do not run on."""
+    with errors_as(f"device {device} is not available", Exception):  # each kind of device raises its own
+        torch.empty(0, device=device)
+    if device.type not in ("cpu", "cuda"):
+        raise OutriderError(f"device {device} is not supported: expected cpu, cuda or a numbered GPU such as cuda:1")
+
+
 def refuse_conversion(model: PreTrainedModel, dtype: Any, device: Any) -> None:
-    """Raise ``OutriderError`` for a dtype or device, if not "auto", that differs from a loaded model's own, which it keeps."""
+    """Raise ``OutriderError`` for a dtype or device, if not "auto", that differs from a loaded model's own, which it keeps.
+
+    Also for a model on several devices, because its cache is on one.
+    """
+    if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
+        raise OutriderError(
+            f"the loaded model is spread over {', '.join(sorted(devices))}: expected one device; load it without device_map"
+        )
     if dtype not in ("auto", dtype_name(model.dtype)):
         raise OutriderError(
             f"invalid dtype {dtype!r} for a loaded model in {dtype_name(model.dtype)}: omit it, or load the model with it"

@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider import native
-from outrider.errors import errors_as
 from outrider.hub import fetch_weights
 from outrider.runner import experts, linear, loading, packing
 from outrider.runner.attention import PassLayout
@@ -107,8 +106,7 @@ class ModelRunner:
         reader = choose_reader(str(model), wanted, kind, device)
         if config.weights is not None:
             refuse_rounding(config.weights, device, wanted, kind, reader)
-        with errors_as(f"device {device} is not available", Exception):  # each kind of device raises its own
-            torch.empty(0, device=device)
+        loading.check_device(device)
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
         form = (form or config.weights) if shape is not None and native.serves(device) else None
         if form is not None and shape is not None:
@@ -134,6 +132,7 @@ class ModelRunner:
     def _from_object(cls, model: PreTrainedModel, config: RunnerConfig) -> ModelRunner:
         loading.refuse_encoders(model.config)
         loading.refuse_conversion(model, config.dtype, config.device)
+        loading.check_device(model.device)
         if config.weights is not None:
             refuse_rounding(config.weights, model.device, model.config, type(model))
         shape = survey_without_weights(model.config, type(model))
@@ -263,8 +262,6 @@ class ModelRunner:
         A sequence that was not started begins at token 0. If ``read`` raises, no token of the chunk counts as cached.
         """
         rows = self._rows(request_ids, sequences, from_start=True)
-        for row in rows:  # a chunk that was not read may have overwritten recurrent states
-            self.cache.rollback(row, self.cache.cached_lens[row])
         counts = shared_chunk(self._num_uncached(sequences, rows), self.config.prefill_chunk)
         self._prefill_pass(request_ids, sequences, rows, counts, hidden, read)
 
@@ -317,8 +314,6 @@ class ModelRunner:
     ) -> tuple[list[int], list[list[int]]]:
         """Prefill uncached tokens beyond one pass. Return the cache rows and the remaining tokens, at least the last one."""
         rows, lens = self._rows(request_ids, sequences, bool(hidden)), self.cache.cached_lens
-        for row, text in zip(rows, sequences, strict=True):
-            self.cache.rollback(row, len(text) - 1)
         self._prefill(request_ids, sequences, rows, draft_slots, hidden)
         return rows, [list(text[lens[row] :]) for text, row in zip(sequences, rows, strict=True)]
 
@@ -456,9 +451,14 @@ class ModelRunner:
         return [len(text) - 1 - lens[row] for text, row in zip(sequences, rows, strict=True)]
 
     def _rows(self, request_ids: Sequence[str], sequences: Sequences, from_start: bool) -> list[int]:
-        """Return the requests' rows. With ``from_start`` one that was not started begins at token 0."""
+        """Return the requests' rows. With ``from_start`` one that was not started begins at token 0.
+
+        The last token of each is uncached, and all tokens are if a pass that failed overwrote the recurrent state.
+        """
         limit = 0 if from_start else None
         rows = [self.cache.row_for(request_id, text, limit) for request_id, text in zip(request_ids, sequences, strict=True)]
+        for row, text in zip(rows, sequences, strict=True):
+            self.cache.rollback(row, len(text) - 1)
         if self._long_texts is not None:
             self._long_texts.update(rows, sequences, self.cache.cached_lens)
         return rows

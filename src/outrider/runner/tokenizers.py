@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from outrider.errors import first_line
+from outrider.errors import first_line, is_failure
 from outrider.hub import TOKENIZER, fetch_configs
 from outrider.memory import on_this_machine
 from outrider.runner import gguf
@@ -117,7 +117,7 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTr
         tokenizer = gguf.load_tokenizer(source, trust_remote_code)
         tokenizer.decode(tokenizer.encode("Text."))  # some errors in the files show only here
     except BaseException as error:  # broken files can raise anything
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in the tokenizers library
+        if not is_failure(error):
             raise
         # AutoTokenizer reads the config too: report an error in the config first
         if folder is not None and (folder / "config.json").is_file():

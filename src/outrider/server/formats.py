@@ -27,6 +27,13 @@ def with_thinking(variables: dict[str, Any], is_thinking: bool) -> dict[str, Any
     return dict.fromkeys(THINKING_VARIABLES, is_thinking) | variables
 
 
+def requested_variables(effort: object, verbosity: object, variables: dict[str, Any]) -> dict[str, Any]:
+    """Return a request's variables for a chat template. Without effort templates that know a switch disable reasoning."""
+    named = {"reasoning_effort": effort, "verbosity": verbosity}
+    given = {name: value for name, value in named.items() if value is not None}
+    return given | (with_thinking(variables, False) if effort == "none" else variables)
+
+
 def _form(calls: dict[str, Any], reasoning: dict[str, Any] | None = THINK, **anchor: Any) -> dict[str, Any]:
     """Return a template of replies with tool calls in JSON, which repeat unless ``calls`` says otherwise."""
     fields = {} if reasoning is None else {REASONING[0]: reasoning}

@@ -104,8 +104,6 @@ class Prompts:
         calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
         shown = "".join(message["content"] + message.get("reasoning_content", "") for message in messages)
         num_characters = self._check_size(shown + "".join(map(json.dumps, [*calls, *tools, variables])))
-        # OpenAI's newer name: templates drop messages of unknown roles, or know a developer who is not meant.
-        messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
         template = None if self._data is None else self._data["tool_template" if tools else "template"]
         if template is None:
             return [await self._in_helper_thread(lambda: self._llm.chat_prompt(messages, tools, variables))]

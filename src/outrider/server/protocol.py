@@ -13,7 +13,7 @@ from outrider.engine.options import Speculation
 from outrider.engine.prompts import arguments_of, for_template, shown_tool
 from outrider.options import INT32, declared, shown
 from outrider.registry import PLAIN
-from outrider.server.formats import MAX_NAME, with_thinking
+from outrider.server.formats import MAX_NAME, requested_variables
 from outrider.server.parameters import calls_schema, levels
 from outrider.types import Grammar, OutriderError, SamplingParams
 
@@ -474,11 +474,8 @@ class ChatBody(SamplingFields):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables for the chat template. Without effort templates that know a switch disable reasoning."""
-        named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        given = {name: value for name, value in named.items() if value is not None}
-        variables = self.chat_template_kwargs
-        return given | (with_thinking(variables, False) if self.reasoning_effort == "none" else variables)
+        """The variables for the chat template."""
+        return requested_variables(self.reasoning_effort, self.verbosity, self.chat_template_kwargs)
 
     @property
     def is_json(self) -> bool:

@@ -204,7 +204,7 @@ class DraftLengthPolicy:
         num_grammar = self._learn_grammar(round_, is_prefill) if batch.has_grammars else [0] * len(batch.tracks)
         self._prefill_seconds += times.draft_prefill
         if round_.k == 0 or self._is_plain:
-            if not is_prefill and not round_.is_cold and not any(num_grammar):
+            if not is_prefill and not round_.is_cold:
                 self._num_unchecked = 0
             self._probes.wait -= 1
             if batch.plain is not None:
