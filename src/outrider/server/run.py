@@ -124,14 +124,11 @@ def most_connections() -> int:
 
 def connections(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     """Return uvicorn's configuration: no access log, and limits on headers, connections and their times."""
-    limits = {
-        "header_timeout": config.header_timeout,
-        "idle_timeout": config.idle_timeout,
-        "max_connections": most_connections(),
-    }
+    times = {"header_timeout": config.header_timeout, "idle_timeout": config.idle_timeout}
+    protocol = partial(TimedProtocol, max_connections=most_connections(), **times)
     return uvicorn.Config(
         app,
-        http=cast("Any", partial(TimedProtocol, **limits)),
+        http=cast("Any", protocol),
         ws="none",
         log_config=None,
         access_log=False,
