@@ -2,6 +2,8 @@
 # make test   runs the tests
 # make check  format, lint, types
 # make licences  writes docs/licences.md, after scripts/lock has changed versions
+# make fix    formats the code and applies ruff's corrections
+# make clean  deletes .venv
 # make sweep  tries every architecture of the installed transformers and writes docs/models.md (half an hour)
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS=... goes to pip, ARGS=... to what is run.

@@ -22,11 +22,12 @@ Generated from the declarations of the commands by `python docs/make_cli.py`; a 
 
 Text goes to standard output, messages to standard error, so that commands can be used in pipes. Exit codes:
 
-- 0: success;
-- 1: an error inside Outrider or of the machine, a closed standard output, or a load of `bench serve` without an answer;
+- 0: success, for `serve` an orderly shutdown after SIGTERM or Ctrl-C;
+- 1: an error inside Outrider or of the machine, a closed standard output, a load of `bench serve` without an answer, or a
+  shutdown of `serve` that exceeded `--shutdown-grace`;
 - 2: invalid input; one line says what is wrong;
 - 3: a failed check: `doctor` found a problem, `bench compare` a slowdown, `audit` no grounds to certify;
-- 130: Ctrl-C or SIGTERM; what was written so far is kept.
+- 130: Ctrl-C or SIGTERM; what was written so far is kept. A second signal to a server gives 128 plus its number.
 """
 SHARED = "shared options"
 OPTIONS = """# Options
@@ -39,8 +40,9 @@ value and the expected values. Scalars of numpy and torch count as numbers, 1-d 
 SAMPLING = """## Sampling
 
 Options of `SamplingParams`, of the commands and of requests to the server. Commands that measure have other defaults
-([cli.md](cli.md)). The server's `max_tokens` is OpenAI's (16 for a completion, all that fits for a chat). `outrider chat` and
-`outrider compare` sample at temperature 0.7 and top-p 0.9 unless a temperature is given.
+([cli.md](cli.md)). Requests have narrower bounds ([serve.md](serve.md#request-fields)), and the server's `max_tokens` is
+OpenAI's (16 for a completion, all that fits for a chat). `outrider chat` and `outrider compare` sample at temperature 0.7 and
+top-p 0.9 unless a temperature is given.
 
 A checkpoint's `generation_config.json` changes none of them: its temperature, penalties and suppressed tokens are not applied.
 Its end-of-text tokens are; a text ends with one of these, of `config.json` or of the tokenizer.

@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"
 HEAD = """# Licences of what Outrider is installed with
 
-Written by `docs/make_licences.py` from the packages' own metadata. Outrider itself is under the Apache License 2.0.
+Written by `docs/make_licences.py` from the packages' own metadata. Outrider itself is under the Apache License 2.0. PyTorch's
+builds for CUDA also install `nvidia-*` packages, under NVIDIA's own licences, and `triton` (MIT).
 """
-LOCKS = {"requirements.txt": "To run", "requirements-dev.txt": "To test, in addition"}
+LOCKS = {"requirements.txt": "To run", "requirements-dev.txt": "For the extras and tests, in addition"}
 
 
 def locked(name: str) -> list[str]:

@@ -119,6 +119,13 @@ def test_defaults_of_0_and_1_are_listed() -> None:
     assert "Seed of arrivals and sampling (default: 0)." in page and "answer to the one before (default: 1)." in page
 
 
+@pytest.mark.parametrize("command", ["audit", "tune", "bench", "demo"])
+def test_commands_that_compare_methods_do_not_offer_the_baseline(command: str) -> None:
+    _, section = (ROOT / "docs" / "cli.md").read_text().split(f"## outrider {command}\n")
+    methods = next(line for line in section.splitlines() if line.startswith("| `--method` |"))
+    assert "plain" not in methods and "draft, cross-tokenizer" in methods
+
+
 def test_links_and_files_named_in_the_documentation_exist() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
     missing = []

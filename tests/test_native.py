@@ -47,6 +47,20 @@ def test_without_a_compiler_the_reference_implementations_are_used(
     assert "install g++" in caplog.text
 
 
+def test_without_a_compiler_torch_uses_the_cores_of_the_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``load`` returned before it read the control group's limit."""
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    monkeypatch.setattr(native, "num_cores", lambda: 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert native._loaded.__wrapped__() is False
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_on_windows_the_advice_is_not_to_install_a_compiler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from toy import make_request, reference_probs
+from toy_grammar import RuleGrammar
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -178,6 +179,45 @@ def test_a_continued_sampler_equals_a_new_one() -> None:
     assert torch.equal(kept.probs(logits, drafts), before)
 
 
+def test_another_batch_and_parts_of_one_count_no_text_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    count = Penalties._count
+
+    def noting(self: Penalties, state: Any) -> None:
+        counted.append(len(state.request.token_ids) - state.num_tokens)
+        count(self, state)
+
+    monkeypatch.setattr(Penalties, "_count", noting)
+    params = replace(SETTINGS[-1], temperature=1.0)
+    requests, logits = [request_of(params, seed) for seed in range(3)], random_logits(3, 1)
+    kept = Sampler(requests, VOCAB)
+    kept.probs(logits)
+    assert counted == [8, 8, 8]
+    fewer = kept.for_batch([requests[2], requests[0]])
+    for sampler, rows in ((fewer, [2, 0]), (kept.take([1, 2]), [1, 2])):
+        requests[2].token_ids.append(7)
+        probs = sampler.probs(logits[rows])
+        assert torch.equal(probs, Sampler(sampler.requests, VOCAB).probs(logits[rows]))
+    assert counted[3:] == [1, 0, 9, 8, 0, 1, 8, 10]
+
+
+def test_parts_of_a_continued_sampler_have_the_settings_of_its_sources_part() -> None:
+    requests = [request_of(params, seed) for seed, params in enumerate(SETTINGS[-4:])]
+    kept = Sampler(requests, VOCAB)
+    for output in ([*OUTPUT, 12], [*OUTPUT, 12, 9]):  # one continued sampler per round
+        ahead = {b: replace(requests[b], token_ids=PROMPT + output) for b in (0, 3)}
+        part = kept.continued(ahead).take([3, 1])
+        assert part._shaping is kept.take([3, 1])._shaping
+        assert [len(request.token_ids) for request in part.requests] == [len(PROMPT + output), 8]
+
+
+def test_a_bias_changes_the_logits_of_its_request_only() -> None:
+    requests = [request_of(SamplingParams()), request_of(SamplingParams(logit_bias={3: 2.0}))]
+    logits = torch.full((2, 1, VOCAB), -0.0)
+    scores = Sampler(requests, VOCAB)._scores(logits, None, None, 0, [1, 1])
+    assert bool(scores[0].signbit().all()) and scores[1, 0, 3] == 2.0
+
+
 @pytest.mark.parametrize("ignores", [False, True])
 def test_end_of_text_tokens_are_masked_before_min_tokens_with_ignore_eos_too(ignores: bool) -> None:
     params = SamplingParams(temperature=1.0, min_tokens=2, stop_token_ids=(4,), ignore_eos=ignores)
@@ -254,6 +294,21 @@ def test_a_grammar_is_not_called_for_padding() -> None:
     drafts = torch.tensor([[1, 2, 3], [4, 5, 6]])
     Sampler(requests, VOCAB).tokens(random_logits(2, 4), drafts, lens=torch.tensor([3, 1]))
     assert asked == [[], [4]]
+
+
+def test_the_masks_of_a_request_are_applied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each of them would be copied from the CPU separately."""
+    calls, fill = [], Tensor.masked_fill_
+
+    def noting(scores: Tensor, mask: Tensor, value: float) -> Tensor:
+        calls.append(tuple(mask.shape))
+        return fill(scores, mask, value)
+
+    monkeypatch.setattr(Tensor, "masked_fill_", noting)
+    request = request_of(SamplingParams())
+    request.matcher = RuleGrammar(lambda output: [1 + len(output)], VOCAB, 0).matcher()
+    tokens = Sampler([request], VOCAB).tokens(random_logits(1, 4), torch.tensor([[5, 6, 20]]), lens=torch.tensor([2]))
+    assert calls == [(3, VOCAB)] and tokens[0, :3].tolist() == [5, 6, 7]
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])

@@ -53,12 +53,12 @@ def sources(tokens: dict[str, int]) -> list[str]:
     ]
 
 
-def training(name: str, plan: TrainingPlan, curve: list[dict[str, Any]], hardware: str) -> str:
+def training(name: str, plan: TrainingPlan, curve: list[dict[str, Any]]) -> str:
     """Return the settings and the end of one training run."""
     last = curve[-1]
     return (
         f"- **{name}**: {last['step']} steps, {last['tokens'] / 1e6:.2f} M tokens, "
-        f"{last['seconds'] / 60:.0f} minutes of the run's clock on {hardware}; Muon {plan.muon_lr} for hidden matrices, "
+        f"{last['seconds'] / 60:.0f} min of the run's clock; Muon {plan.muon_lr} for hidden matrices, "
         f"AdamW {plan.adam_lr} for embeddings and norms, linear decay over the last {plan.decay:.0%}, seed {plan.seed}."
     )
 
@@ -140,7 +140,8 @@ def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[s
         *architecture(preset, report["parameters"]),
         *sources(report["tokens"]),
         "## Training",
-        "\n".join(training(*each, hardware) for each in runs),
+        f"Trained on {hardware}:",
+        "\n".join(training(*each) for each in runs),
         f"The target is trained with LayerSkip (Elhoushi et al. 2024): layer dropout up to {preset.layer_skip.max_drop} "
         "at the last layer, an early-exit loss at one layer a step in rotation. It grows: until "
         f"{preset.layer_skip.grow_at:.0%} of the run only every second layer is trained, the others are the identity. "

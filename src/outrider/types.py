@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
@@ -152,6 +153,10 @@ class BatchSampler(Randomness, Protocol):
 
         The exact verifier draws the target's row ``index`` with the same numbers, which then tends to be that draft.
         """
+        ...
+
+    def for_batch(self, requests: Sequence[Request]) -> BatchSampler:
+        """Return the sampler of another batch, which may share requests with this one."""
         ...
 
     def take(self, rows: Sequence[int]) -> BatchSampler:
@@ -395,7 +400,7 @@ class PhaseTimes:
         self.draft_prefill += other.draft_prefill
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Round:
     """Counts and times of one round, as the ledger recorded them.
 
@@ -413,6 +418,16 @@ class Round:
     first_layer: int = 0  # of the target pass: drafting ran the layers before it
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted
     num_grammar: list[int] | None = None  # drafts of a grammar, included in ``lens``; None: none
+
+    @cached_property
+    def has_drafts(self) -> bool:
+        """Return whether drafts were scored."""
+        return any(self.lens)
+
+    @cached_property
+    def most_proposed(self) -> int:
+        """Return the length of the longest path that the proposer drafted."""
+        return max(self.proposed_depths, default=0)
 
     @property
     def num_drafts(self) -> list[int]:

@@ -300,6 +300,20 @@ def test_an_error_after_merged_emissions_keeps_their_statistics():
     assert held.followed_by(Emission("r", [6])).token_ids == [5, 6] and held.token_ids == [5]
 
 
+def test_a_chunk_costs_the_same_however_long_the_completion_is(monkeypatch):
+    from outrider.engine import outputs
+    from outrider.engine.logprobs import TokenLogprobs
+
+    monkeypatch.setattr(outputs, "fields", None)  # which inspects the class
+    held = outputs.Emission("r", [5], logprobs=[TokenLogprobs(-1.0)])
+    completion = outputs.Completion("r", prompt_index=2)
+    chunk, own = completion.add(held), completion.logprobs
+    assert (chunk.prompt_index, chunk.token_ids, chunk.logprobs) == (2, [5], held.logprobs)
+    completion.add(held)
+    assert completion.logprobs is own and own == 2 * held.logprobs and len(held.logprobs) == 1  # extended, not copied
+    assert held.followed_by(held).logprobs == own and len(held.logprobs) == 1
+
+
 def test_the_stop_reason_is_the_string_or_token_that_ended_the_output(llm):
     def end(**params):
         (output,) = llm.generate("def add(", SamplingParams(max_tokens=12, **params))[0].outputs

@@ -234,6 +234,19 @@ def test_the_proposer_drafts_after_the_run_and_is_told_of_its_own_drafts() -> No
     assert engine.stats.faults == 0
 
 
+def test_the_cost_of_a_verdict_is_linear_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids of a round's requests are listed as often in a large batch as in a small one."""
+    listed, ids = [], Context.request_ids.fget
+    monkeypatch.setattr(Context, "request_ids", property(lambda context: listed.append(1) or ids(context)))
+    counts = []
+    for batch in (2, 7):
+        listed.clear()
+        engine = make_engine(Recorder(), k=9)
+        run(engine, [forced(f"r{b}", blocks, max_tokens=16) for b in range(batch)])
+        counts.append(len(listed))
+    assert counts[0] == counts[1]
+
+
 def test_settings_of_a_batch_are_prepared_once_and_not_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, shaping = [], sampler.Shaping
     monkeypatch.setattr(sampler, "Shaping", lambda *given: prepared.append(given) or shaping(*given))

@@ -19,6 +19,7 @@ from runner.test_architectures import small_config
 from tiny_folder import make_folder
 from tiny_hybrids import hybrid
 from toy import outputs_of
+from toy_grammar import RuleGrammar
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import LLM, GenerationInterrupted, OutriderError, SamplingParams, native
@@ -567,6 +568,56 @@ def test_an_abandoned_stream_may_be_collected_during_a_step(looking_up, monkeypa
     assert looking_up.generate(PROMPTS[0], SamplingParams(max_tokens=12))[0].outputs[0].text == whole
     assert num_running == [2]  # its request left after the round
     assert looking_up.stats.faults == 0 and not looking_up.engine.has_work
+
+
+def test_a_step_reads_the_inboxes_of_its_emissions_only(plain, monkeypatch):
+    class Counting(dict):
+        num_read = 0
+
+        def __getitem__(self, name):
+            self.num_read += 1
+            return super().__getitem__(name)
+
+    inboxes = Counting()
+    monkeypatch.setattr(plain, "_inbox", inboxes)
+    chunks = list(plain.stream([[5, 6, 7]] * 40, SamplingParams(max_tokens=4, ignore_eos=True)))
+    assert len(chunks) == 160 and inboxes.num_read <= 160
+
+
+def test_statistics_can_be_read_while_the_llm_is_closed(model, tokenizer):
+    """A thread may read them between two steps of ``close`` in another."""
+    llm = LLM(model, tokenizer=tokenizer, method="plain", compile="never")
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+    engine = vars(llm).pop("engine")
+    assert llm.stats.num_tokens == 4
+    llm.engine = engine
+    llm.close()
+    assert llm.stats.num_tokens == 4
+
+
+@pytest.mark.parametrize("options", [{"draft": "model"}, {"method": "ngram"}, {"method": "suffix", "num_draft_tokens": 3}])
+def test_an_idle_llm_keeps_no_request(options, model, tokenizer):
+    """Requests hold grammars, of which a server has a limited number, and samplers hold tensors of the vocabulary's size."""
+    llm = LLM(
+        model,
+        tokenizer=tokenizer,
+        compile="never",
+        **{name: model if value == "model" else value for name, value in options.items()},
+    )
+    rule = RuleGrammar(lambda output: [7] if len(output) % 3 else range(4, 30), llm.runner.vocab_size, tokenizer.eos_token_id)
+    kept = []
+
+    class Noting:
+        def matcher(self):
+            matcher = rule.matcher()
+            kept.append(weakref.ref(matcher))
+            return matcher
+
+    params = [SamplingParams(max_tokens=length, ignore_eos=False, grammar=Noting()) for length in (4, 8)]
+    llm.generate([[5, 6, 7]] * 2, params)
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
+    assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4))[0].outputs[0].token_ids
 
 
 def test_a_stream_whose_requests_were_lost_ends_with_an_error(looking_up):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from tiny_folder import make_folder
 from toy import outputs_of
 
 from outrider import LLM, SamplingParams
+from outrider.engine import queue
 from outrider.engine.guard import FIRST_PAUSE
 from outrider.engine.policy import FixedLength
 from outrider.engine.queue import FairQueue
@@ -90,6 +93,18 @@ def test_a_prompt_whose_prefill_fails_does_not_affect_others(monkeypatch):
     wanted = outputs(run(make_engine(), requests()))
     assert found["r1"][2] == "error"
     assert (found["r0"], found["r2"]) == (wanted["r0"], wanted["r2"])
+
+
+def test_a_failed_chunk_of_a_single_prompt_is_not_run_again(monkeypatch):
+    runner, calls = TableRunner(), []
+
+    def failing(ids, texts, hidden):
+        calls.append(ids)
+        raise MemoryError(f"no memory {len(calls)}")
+
+    monkeypatch.setattr(runner, "prefill", failing)
+    (emission,) = run(make_engine(runner=runner), requests()[:1])["r0"]
+    assert calls == [["r0"]] and "no memory 1" in emission.error
 
 
 def test_a_failed_proposer_is_retried_later():
@@ -313,6 +328,46 @@ def test_a_cancelled_request_moves_no_later_one_of_its_client_before_its_turn():
     waiting.push("a2", "a", 0, cost=10)
     waiting.push("b", "b", 0, cost=15)
     assert list(waiting) == ["a1", "b", "a2"]
+
+
+def test_requests_may_be_cancelled_one_by_one_or_together():
+    """Whether the queue is read after each of them changes no order, nor the turn of later ones."""
+    luck = random.Random(0)
+    pushed = [(number, luck.choice("abc"), luck.randrange(2), luck.randrange(1, 50)) for number in range(60)]
+    served, gone = luck.sample(range(30), 5), luck.sample(range(30, 50), 12)
+    orders = []
+    for reads in (False, True):
+        waiting = FairQueue()
+        for each in pushed[:50]:
+            waiting.push(*each)
+        for number in served:
+            waiting.serve(number)
+        for number in gone:
+            waiting.remove(number)
+            assert not reads or number not in list(waiting)
+        for each in pushed[50:]:
+            waiting.push(*each)
+        orders.append(list(waiting))
+    assert orders[0] == orders[1] and len(orders[0]) == 60 - 17
+
+
+def test_many_requests_are_cancelled_in_linear_time(monkeypatch):
+    ranked, rank = [], queue._Place.rank
+    monkeypatch.setattr(queue._Place, "rank", lambda place: ranked.append(1) or rank(place))
+    engine = make_engine(runner=TableRunner(max_batch=1))
+    names = [f"r{number}" for number in range(200)]
+    for name in names:
+        engine.add(make_request(name, [3, 4]))
+    engine.step()
+    ranked.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(FairQueue, "__iter__", None)  # finding a request does not read the queue
+        for name in names[1:-1]:
+            engine.abort(name)
+    assert len(engine.scheduler.waiting) == 1 and [entry.request.request_id for entry in engine.scheduler.waiting] == ["r199"]
+    assert len(ranked) < 400
+    engine.abort("r199")
+    assert not engine.scheduler.waiting._waiting  # which would keep the requests
 
 
 def test_a_large_request_of_a_new_client_waits_for_small_ones():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,3 +116,19 @@ def test_the_time_of_a_pass_on_a_gpu_counts_as_scoring(monkeypatch: pytest.Monke
     ClockedRunner(Launched(), clock).score(None, None, ())  # type: ignore[arg-type]
     times = clock.take()
     assert times.score >= 0.02 > times.verify
+
+
+def test_the_drafts_of_a_round_are_counted_once_for_all_its_requests() -> None:
+    class Counting(list[int]):
+        num_read = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.num_read += 1
+            return super().__iter__()
+
+    lens, proposed = Counting([4, 2]), Counting([4, 2])
+    round_ = Round(4, lens, [4, 2], proposed, [1, 2], [2, 2], PhaseTimes(draft=2.0, score=3.0))
+    found = [GenerationStats() for _ in range(3)]
+    for stats in found:
+        stats.add_times(round_, is_prefill=False, emitted_per_request=2, plain=None)
+    assert lens.num_read == proposed.num_read == 1 and [stats.num_draft_steps for stats in found] == [4] * 3

@@ -497,6 +497,15 @@ def test_the_cache_has_the_name_that_the_release_gives_it(kind, name, takes_mask
     assert arguments.keys() == {name, "position_ids", "use_cache"} | ({"attention_mask"} if takes_mask else set())
 
 
+def test_a_model_is_inspected_once_and_not_for_each_pass(monkeypatch):
+    class Model(WithKeys): ...
+
+    Model.forward = lambda self, input_ids, past_key_values=None, logits_to_keep=0: None
+    for _ in range(2):
+        assert loading.keeps_logits(Model()) and loading.cache_argument(Model()) == "past_key_values"
+        monkeypatch.setattr(loading.inspect, "signature", None)
+
+
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_a_mixture_whose_config_asks_for_a_loss_of_its_routers_runs(is_folder, tmp_path):
     model = make_model(small_config("mixtral", output_router_logits=True))

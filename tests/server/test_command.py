@@ -218,6 +218,10 @@ def test_the_page_names_every_field_and_existing_metrics(served: Served) -> None
     assert not [name for name in named if not re.search(rf"^{name}(_bucket)?\{{", metrics, re.MULTILINE)]
 
 
+def test_the_number_of_samples_is_bounded_by_max_choices_alone() -> None:
+    assert CompletionBody.model_validate({"prompt": "x", "n": 200}).n == 200
+
+
 def test_wrong_fields_are_named_in_the_words_of_the_api() -> None:
     def told(**body: object) -> str:
         with pytest.raises(ValidationError) as error:

@@ -343,7 +343,7 @@ def test_the_baseline_is_a_warm_plain_round_not_one_after_a_draft():
     policy = Recorded(inner := DraftLengthPolicy(MAX_K, costs))
     simulate(policy, Cell(small, Text((0.7,)), lengths=(64,) * 32), costs)
     assert 0.5 < sum(k > 0 for k in policy.requested) / len(policy.requested) < 1  # few rounds without drafts
-    assert inner._batch.costs.round_costs(1, 200).plain == pytest.approx(0.52e-3, rel=0.06)
+    assert inner._costs[True].round_costs(1, 200).plain == pytest.approx(0.52e-3, rel=0.06)
 
 
 @pytest.mark.parametrize("text", grid.MIXED)

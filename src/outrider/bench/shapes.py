@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.types import OutriderError
 
-SIZES = {"1b": 1_060_000_000, "8b": 8_000_000_000}
+SIZES = {"1b": 1_060_000_000}  # other sizes are what their names say
 
 
 @dataclass(frozen=True)

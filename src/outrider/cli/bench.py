@@ -15,6 +15,7 @@ from outrider.cli.app import handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err, progress, say, waiting
 from outrider.cli.options import (
+    INFLATABLE,
     MethodOptions,
     ModelOptions,
     check_counts,
@@ -77,9 +78,7 @@ class GridOptions:
     repeat: int = flag("Repeats; medians are shown.", 3, min=1)
     seed: int = flag("Sampling seed; repeat r uses seed + r.", 0)
     busy: str = flag("Number of other busy processes during the measurement.", "0")
-    inflate: str | None = flag(
-        "Measure the same function at the cost of a larger model, such as 350m, 1b or 8b; not for GGUF files."
-    )
+    inflate: str | None = flag(f"Measure the same function at the cost of a larger model, such as 350m, 1b or 8b; {INFLATABLE}")
 
 
 @dataclass(frozen=True)

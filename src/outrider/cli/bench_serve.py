@@ -18,6 +18,7 @@ from outrider.cli.app import EXIT_INTERNAL, handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err, progress, say_error, waiting
 from outrider.cli.options import (
+    INFLATABLE,
     MethodOptions,
     ModelOptions,
     flag,
@@ -27,7 +28,7 @@ from outrider.cli.options import (
     with_groups,
     workload_names,
 )
-from outrider.cli.serve import MAX_BATCH, joined
+from outrider.cli.serve import joined
 from outrider.engine.plan import Plan
 from outrider.errors import OutriderError, errors_as, requires
 from outrider.method_text import split_method, with_drafts
@@ -47,7 +48,7 @@ class LoadOptions:
 
     panel: ClassVar[str] = "Load"
     concurrency: str = flag("Numbers of concurrent clients.", "1,2,4,8,16,32,64")
-    rate: str | None = flag("Requests per second, with random arrivals.")
+    rate: str | None = flag("Conversations that begin per second, at random times.")
     turns: int = flag("Requests of a conversation; each prompt continues the answer to the one before.", 1, min=1)
     requests: int = flag("Conversations per client.", 4, min=1)
     arrivals: int = flag("Conversations per run with a rate.", 32, min=1)
@@ -70,8 +71,8 @@ class ServerOptions:
     url: str | None = flag("A running server (default: start one with these models).")
     plain_url: str | None = flag("A server of the same model without drafts, if drafts cannot be disabled per request.")
     api_key: str | None = flag("API key for --url.", envvar="OPENAI_API_KEY")
-    max_batch: int | None = given(RunnerConfig, more=f"(default: {MAX_BATCH}).")
-    inflate: str | None = flag("Inflate the started server's target to a larger model's cost, such as 1b; not for GGUF files.")
+    max_batch: int | None = given(RunnerConfig)
+    inflate: str | None = flag(f"Inflate the started server's target to a larger model's cost, such as 1b; {INFLATABLE}")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.console import err, painter_for, say, waiting
-from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, flag, given, with_groups
+from outrider.cli.options import INFLATABLE, MethodOptions, ModelOptions, ReadableOptions, flag, given, with_groups
 from outrider.cli.race_view import RaceView, shown_rounds
 from outrider.registry import AUTO, PLAIN, SPECULATIVE, VERIFIERS
 from outrider.sampling_params import SamplingParams
@@ -57,7 +57,7 @@ def command(
     models: ModelOptions,
     methods: MethodOptions,
     sampling: RaceOptions,
-    inflate: str | None = flag("Race at the cost of a larger model, such as 350m, 1b or 8b; not for GGUF files.", panel="Race"),
+    inflate: str | None = flag(f"Race at the cost of a larger model, such as 350m, 1b or 8b; {INFLATABLE}", panel="Race"),
 ) -> None:
     """Run plain and speculative decoding side by side: show both outputs and speeds, and whether the outputs are equal."""
     from outrider.cli.session import auto_method, inflatable, inflate_with_heads, load, read_prompt, resolve, start

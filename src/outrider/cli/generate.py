@@ -44,9 +44,12 @@ cat notes.txt | outrider generate --target ./my-model --method ngram --max-token
 def command(
     *,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or no argument reads standard input.")] = None,
-    show: bool = flag("Colour each token: accepted draft, corrected, bonus.", False, "--show"),
+    show: bool = flag("Colour each token: accepted draft, corrected, bonus, grammar.", False, "--show"),
     as_json: bool = flag("Print one JSON document instead of the text.", False, "--json"),
-    json_schema: Path | None = flag("File with a JSON schema: the answer is JSON that matches it.", panel=SAMPLING),
+    json_schema: Path | None = flag(
+        "File with a JSON schema: the answer is JSON that matches it. Needs .[serve], excludes --min-tokens and --ignore-eos.",
+        panel=SAMPLING,
+    ),
     models: ModelOptions,
     methods: MethodOptions,
     sampling: SamplingOptions,

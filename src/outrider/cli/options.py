@@ -19,7 +19,7 @@ import typer
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.options import OPTION, declared, flag_name
-from outrider.registry import AUTO
+from outrider.registry import AUTO, PLAIN
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
 
@@ -27,6 +27,7 @@ Result = TypeVar("Result")
 READABLE_TEMPERATURE, READABLE_TOP_P = 0.7, 0.9
 ARGUMENT = re.compile(r"(?<![\w:./=+-])(\w+)=(\.{3}|[\w.:]*\w)")  # max_len=512; not an option of a method (draft:top_k=2)
 FLAG = "flag"  # key of a Reference, or of typer's option, in a field's metadata
+INFLATABLE = "needs a Llama, Mistral, Qwen2 or Qwen3 model in a local folder, in 16 or 32 bits."
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ def _annotation(name: str, shared: Any, own_default: Any, kind: Any, panel: str 
         flags = [f" /--no-{flag_name(name)[2:]}"]
     kind = str if shared.several else option.kind.flag
     help = option.help if default is not True else f"Do not {option.help[0].lower()}{option.help[1:]}"
+    if shared.several:
+        help = help.replace(f"{PLAIN}, ", "")  # of several methods it is the baseline, which is always included
     about = [help, "Several are separated by commas." if shared.several else "", shared.more]
     is_said = "(default:" in "".join(about) or own_default is not None
     if not is_said and isinstance(default, (str, int, float)) and not isinstance(default, bool):

@@ -73,7 +73,7 @@ training = partial(with_groups, panel=WHAT)  # the decorator of all commands her
 class FileOptions:
     """The target, its training text and the work folder."""
 
-    target: str | None = flag("Folder or hub id of the target (default: the embedded one).")
+    target: str | None = flag("Folder or hub id of the target, for heads also a GGUF file (default: the embedded one).")
     text: list[Path] | None = flag(
         "Text file, or JSONL with text, prompt and completion, or messages; plain or .gz; repeatable.", panel=TEXT
     )

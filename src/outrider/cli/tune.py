@@ -80,7 +80,7 @@ class OutputOptions:
 
     panel: ClassVar[str] = "Output"
     out: Path | None = flag(f"File for the plan, replaced if it exists (default: {PLAN}, which is not replaced).")
-    report: Path | None = flag("Write a report as one HTML file.")
+    report: Path | None = flag("Write a report as one HTML file, with a name that ends in .html; needs .[report].")
     json: Path | None = flag("File for intermediate results (default: the plan's name with .json).")
     resume: bool = flag("Continue an interrupted search.", False, "--resume")
 

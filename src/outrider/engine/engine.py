@@ -258,8 +258,10 @@ class Engine:
         with self._clock.phase("prefill"):
             try:
                 self._prefill_chunk(prefilling)
-            except Exception:  # retry each request alone to find the ones at fault
-                for entry in prefilling:
+            except Exception as first:
+                if len(prefilling) == 1:
+                    return [self._fail(prefilling[0], first)]
+                for entry in prefilling:  # retry each request alone to find the ones at fault
                     try:
                         self._prefill_chunk([entry])
                     except Exception as error:
@@ -358,8 +360,10 @@ class Engine:
         self._guard.release(request_ids)
 
     def _forget(self, request_ids: Sequence[str]) -> None:
-        """Drop what policy and statistics know of requests that ended."""
+        """Drop what policy, statistics and grammar drafts know of requests that ended."""
         self.policy.release(request_ids)
+        if self._grammar_drafts is not None:
+            self._grammar_drafts.release(request_ids)
         self._ledger.close(request_ids)
 
     def _end(self, entry: Entry, reason: str) -> str:

@@ -150,8 +150,16 @@ class GrammarDrafts:
         if any(row.before or row.after for row in self._rows.values()):
             verdict = self._verdict_on_inner_drafts(context, verdict)
         if self._view is not None:
-            context = self._view.take([self._view.request_ids.index(request_id) for request_id in context.request_ids])
+            rows = {request_id: b for b, request_id in enumerate(self._view.request_ids)}
+            context = self._view.take([rows[request_id] for request_id in context.request_ids])
         self._inner.commit(context, verdict)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Drop requests that ended; the next round would, but may be far off."""
+        for request_id in request_ids:
+            self._rows.pop(request_id, None)
+        if not self._rows:
+            self._view = None
 
     def _seen_ahead(self, context: Context, k: int) -> Context:
         """Return the inner drafter's context: requests with forced tokens as if those were committed, or without drafts."""

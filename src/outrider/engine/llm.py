@@ -109,6 +109,7 @@ class LLM:
         self.policy = build_policy(self.speculation, self.runner, self.proposer)
         scheduler = build_scheduler(self.runner, self.tokenizer, self.runner.max_batch)
         self.engine = build_engine(self.speculation, self.runner, self.proposer, self.policy, scheduler)
+        self._stats = self.engine.stats  # updated by the engine; they remain after ``close``
         self._is_closed = False
         self._ids = itertools.count()
         self._inbox: dict[str, _Inbox] = {}
@@ -119,7 +120,7 @@ class LLM:
     @property
     def stats(self) -> GenerationStats:
         """Return the totals over all requests."""
-        return self._final_stats if self._is_closed else self.engine.stats
+        return self._stats
 
     def warmup(self, num_draft_tokens: int | None = None, batch: int = 1) -> None:
         """Compile passes and measure them with and without drafts, which would otherwise slow down the first rounds.
@@ -243,7 +244,7 @@ class LLM:
         with self._lock, _deferred_interrupts():
             if self._is_closed:
                 return
-            self._final_stats, self._is_closed = self.engine.stats, True
+            self._is_closed = True
             try:
                 scheduler = self.engine.scheduler
                 for entry in [*scheduler.running, *scheduler.waiting]:
@@ -296,27 +297,27 @@ class LLM:
     def _run(self, jobs: Sequence[_Job]) -> Generator[Chunk, None, None]:
         """Run requests to their end and fill the generations. If the stream is closed or fails, abort its requests."""
         open_ids: dict[str, Completion] = {}
+        ready: deque[str] = deque()  # id of each emission that waits in an inbox
         try:
             with self._open():
                 self._compile_for(jobs)
                 with _deferred_interrupts():
-                    self._submit(jobs, open_ids)
+                    self._submit(jobs, open_ids, ready)
             while open_ids:
                 with self._open():
-                    if not any([self._inbox[request_id].emissions for request_id in open_ids]):
+                    if not ready:
                         if not self.engine.has_work:
                             raise OutriderError(STEP_FAILED)
                         with _deferred_interrupts():
                             self._step()
-                for request_id in [request_id for request_id in open_ids if self._inbox[request_id].emissions]:
-                    completion, emissions = open_ids[request_id], self._inbox[request_id].emissions
-                    while emissions:
-                        chunk = completion.add(emissions.popleft())
-                        if chunk.finish_reason is not None:
-                            del open_ids[request_id], self._inbox[request_id]
-                        yield chunk
-                        if open_ids:
-                            self._check_open()
+                while ready:
+                    request_id = ready.popleft()
+                    chunk = open_ids[request_id].add(self._inbox[request_id].emissions.popleft())
+                    if chunk.finish_reason is not None:
+                        del open_ids[request_id], self._inbox[request_id]
+                    yield chunk
+                    if open_ids:
+                        self._check_open()
         finally:
             self._close_completions(open_ids.values())
         completions = [completion for job in jobs for completion in job.generation.outputs]
@@ -390,7 +391,7 @@ class LLM:
         completion.finish_reason = "abort"
         return True
 
-    def _submit(self, jobs: Sequence[_Job], open_ids: dict[str, Completion]) -> None:
+    def _submit(self, jobs: Sequence[_Job], open_ids: dict[str, Completion], ready: deque[str]) -> None:
         """Queue the requests of all prompts."""
         for prompt_index, (generation, requests) in enumerate(jobs):
             for sample_index, request in enumerate(requests):
@@ -402,7 +403,7 @@ class LLM:
                 )
                 self.engine.add(request, fork_of=requests[0].request_id if sample_index else None)
                 open_ids[request.request_id] = completion
-                self._inbox[request.request_id] = _Inbox()
+                self._inbox[request.request_id] = _Inbox(ready)
                 generation.outputs.append(completion)
 
 
@@ -410,12 +411,14 @@ class LLM:
 class _Inbox:
     """Emissions of a request until its stream reads them."""
 
+    ready: deque[str]  # of its stream
     emissions: deque[Emission] = field(default_factory=deque)
     num_tokens: int = 0  # received in all
     has_ended: bool = False
 
     def add(self, emission: Emission) -> None:
         self.emissions.append(emission)
+        self.ready.append(emission.request_id)  # last: another thread may be reading
         self.num_tokens += len(emission.token_ids)
         self.has_ended = emission.finish_reason is not None
 

@@ -131,7 +131,7 @@ class Speculation(CheckedOptions):
     grammar_drafts: bool = option(
         boolean(),
         True,
-        "Draft the tokens that a request's grammar determines.",
+        "Draft the tokens that a request's grammar determines or makes likely.",
         panel=METHOD,
         in_plan=True,
     )

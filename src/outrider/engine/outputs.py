@@ -30,7 +30,8 @@ class Emission:
         self.origins += later.origins
         self.text += later.text
         if later.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + later.logprobs
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += later.logprobs
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.error = later.error
@@ -39,9 +40,13 @@ class Emission:
 
     def followed_by(self, later: Emission) -> Emission:
         """Return the concatenation of both emissions; this one is unchanged."""
-        joined = replace(self, token_ids=list(self.token_ids), origins=list(self.origins))
+        logprobs = None if self.logprobs is None else list(self.logprobs)
+        joined = replace(self, token_ids=list(self.token_ids), origins=list(self.origins), logprobs=logprobs)
         joined.append(later)
         return joined
+
+
+EMISSION_FIELDS = tuple([each.name for each in fields(Emission)])
 
 
 @dataclass(slots=True)
@@ -61,7 +66,7 @@ class Completion(Chunk):
     def add(self, emission: Emission) -> Chunk:
         """Append an emission and return it as a chunk."""
         self.append(emission)
-        shared = {each.name: getattr(emission, each.name) for each in fields(Emission)}
+        shared = {name: getattr(emission, name) for name in EMISSION_FIELDS}
         return Chunk(**shared, prompt_index=self.prompt_index, sample_index=self.sample_index)
 
 

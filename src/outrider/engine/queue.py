@@ -34,6 +34,7 @@ class _Place(Generic[Item]):
     item: Item
     client: str
     cost: float
+    is_removed: bool = False
 
     def rank(self) -> tuple[int, float, int]:
         return -self.priority, self.end, self.number
@@ -43,43 +44,63 @@ class FairQueue(Generic[Item]):
     """Waiting items in the order in which they will be served."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Place[Item]] = []  # in the order of service
+        self._waiting: list[_Place[Item]] = []  # in the order of service; removed items are left out when it is next read
+        self._places: dict[Item, _Place[Item]] = {}  # of the items that wait
+        self._has_removed = False
         self._ends: dict[str, float] = {}  # client -> virtual time at the end of its last item
         self._time = 0.0  # virtual time at the end of the item served last
         self._count = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._places)
 
     def __iter__(self) -> Iterator[Item]:
         """Iterate in the order of service."""
-        return (place.item for place in self._waiting)
+        return (place.item for place in self._in_order())
 
     def push(self, item: Item, client: str, priority: int, cost: float) -> None:
         """Queue an item after the earlier ones of its client. ``cost``: its work, in one unit for all items."""
+        waiting = self._in_order()
         end = self._ends[client] = max(self._time, self._ends.get(client, 0.0)) + cost
         self._count += 1
-        insort(self._waiting, _Place(priority, end, self._count, item, client, cost), key=_Place.rank)
+        place = self._places[item] = _Place(priority, end, self._count, item, client, cost)
+        insort(waiting, place, key=_Place.rank)
 
     def serve(self, item: Item) -> None:
         """Remove an item because it is served now."""
-        served = self._place(item)
-        assert served is not None
+        waiting, served = self._in_order(), self._places.pop(item)
         self._time = max(self._time, served.end)  # an item of a lower priority may have waited until after all later ones
-        self._waiting.remove(served)
-        self._ends = {client: end for client, end in self._ends.items() if end > self._time} if self._waiting else {}
+        waiting.remove(served)
+        self._ends = {client: end for client, end in self._ends.items() if end > self._time} if waiting else {}
 
     def remove(self, item: Item) -> None:
         """Remove an item, if it waits, without serving it: its client's later items wait as if it had never been queued."""
-        gone = self._place(item)
-        if gone is None:
-            return
-        self._waiting.remove(gone)
-        for place in self._waiting:
-            if place.client == gone.client and place.number > gone.number:
-                place.end = min(place.end, max(self._time + place.cost, place.end - gone.cost))
-        self._waiting.sort(key=_Place.rank)
-        self._ends[gone.client] = max((place.end for place in self._waiting if place.client == gone.client), default=0.0)
+        gone = self._places.pop(item, None)
+        if gone is not None:
+            gone.is_removed = self._has_removed = True
+            if not self._places:
+                self._in_order()  # keep nothing of the items
 
-    def _place(self, item: Item) -> _Place[Item] | None:
-        return next((place for place in self._waiting if place.item is item), None)
+    def _in_order(self) -> list[_Place[Item]]:
+        """Return the places in the order of service, after one pass for all items removed since the last call.
+
+        A call that ends may remove thousands of items in a row.
+        """
+        if not self._has_removed:
+            return self._waiting
+        self._has_removed = False
+        kept: list[_Place[Item]] = []
+        freed: dict[str, float] = {}  # client -> work of its removed items so far
+        for place in sorted(self._waiting, key=lambda place: place.number):
+            before = freed.get(place.client, 0.0)
+            if place.is_removed:
+                freed[place.client] = before + place.cost
+            else:
+                place.end = min(place.end, max(self._time + place.cost, place.end - before))
+                kept.append(place)
+        self._waiting = sorted(kept, key=_Place.rank)
+        self._ends |= dict.fromkeys(freed, 0.0)
+        for place in kept:
+            if place.client in freed:
+                self._ends[place.client] = max(self._ends[place.client], place.end)
+        return self._waiting

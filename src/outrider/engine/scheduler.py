@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import chain
 
 from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory, StopScanner
 from outrider.engine.logprobs import TokenLogprobs
@@ -92,9 +91,11 @@ class Scheduler:
         self.running: list[Entry] = []
         self.waiting: FairQueue[Entry] = FairQueue()
         self.make_detokenizer = make_detokenizer
+        self._unfinished: dict[str, Entry] = {}  # running and waiting, by id
         self._entries: tuple[Entry, ...] = ()  # of the last batch; reused while the same requests run
         self._requests: tuple[Request, ...] = ()
         self._sampler: BatchSampler | None = None
+        self._has_changed = False  # whether the next batch has other requests
 
     def check(self, request: Request) -> None:
         """Raise ``OutriderError`` if the request can never run."""
@@ -130,6 +131,7 @@ class Scheduler:
             client=client,
             fork_of=fork_of,
         )
+        self._unfinished[request.request_id] = entry
         self.waiting.push(entry, client, priority, cost=request.num_prompt_tokens + entry.max_tokens)
         return entry
 
@@ -163,14 +165,16 @@ class Scheduler:
 
     def find(self, request_id: str) -> Entry | None:
         """Return the running or waiting request with this id, or None."""
-        return next((entry for entry in chain(self.running, self.waiting) if entry.request.request_id == request_id), None)
+        return self._unfinished.get(request_id)
 
     def next_batch(self, make_sampler: Callable[[Sequence[Request]], BatchSampler]) -> Batch:
         """Return the requests of the next round. The sampler is reused while they are the same."""
-        if self._sampler is None:
+        if self._has_changed or self._sampler is None:
             self._entries = tuple(entry for entry in self.running if entry.state is not State.PREFILL)
             self._requests = tuple(entry.request for entry in self._entries)
-            self._sampler = make_sampler(self._requests)
+            earlier = self._sampler
+            self._sampler = make_sampler(self._requests) if earlier is None else earlier.for_batch(self._requests)
+            self._has_changed = False
         # A round emits one token more than its accepted drafts.
         limits = tuple([entry.max_tokens - entry.request.num_output_tokens - 1 for entry in self._entries])
         for border in self.borders:
@@ -181,7 +185,7 @@ class Scheduler:
     def move(self, entry: Entry, state: State) -> None:
         """Change the state of a running request; requests in ``PREFILL`` take no part in rounds."""
         if (entry.state is State.PREFILL) != (state is State.PREFILL):
-            self._sampler = None
+            self._has_changed = True
         entry.state = state
 
     def commit(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
@@ -207,9 +211,12 @@ class Scheduler:
     def finish(self, entry: Entry, reason: str) -> str:
         """Finish a request; ``reason`` is "stop", "length", "abort" or "error". Return the text that was held back."""
         entry.finish_reason = reason
+        self._unfinished.pop(entry.request.request_id, None)
         if entry in self.running:
             self.running.remove(entry)
-            self._sampler = None
+            self._has_changed = True
+            if not self.running:  # keep nothing of requests that ended
+                self._entries, self._requests, self._sampler = (), (), None
         else:
             self.waiting.remove(entry)
         scanner = entry.scanner

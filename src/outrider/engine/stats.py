@@ -62,12 +62,11 @@ class GenerationStats:
         times = round_.times
         self.times.add(times)
         self.num_steps += 1
-        self.num_draft_steps += max(round_.proposed_depths, default=0)
+        self.num_draft_steps += round_.most_proposed
         self.shared_seconds += times.prefill
-        has_drafts = any(round_.lens)
-        if is_prefill or not has_drafts:
+        if is_prefill or not round_.has_drafts:
             self.shared_seconds += times.score + times.overhead
-        if not has_drafts:
+        if not round_.has_drafts:
             return
         num_replaced = emitted_per_request - is_prefill  # prefill yields a token in plain decoding too
         self.num_replaced += num_replaced

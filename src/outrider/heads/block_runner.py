@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from outrider.heads.block import BlockAttention, BlockHead
 from outrider.heads.head_runner import CHUNK, HeadProgram, HeadRunner
 from outrider.runner.attention import PassLayout, active_pass, attend
 from outrider.runner.forward import ExampleLayout, Program
-from outrider.runner.layouts import ranges
+from outrider.runner.layouts import STEP, ranges
 from outrider.types import OutriderError
 
 
@@ -118,14 +119,18 @@ class BlockRunner(HeadRunner[BlockHead]):
         blocks = self._layouts.chain(together, new.cache_rows, new.starts)
         layout = blocks.layout
         of_features, of_tokens = ranges(blocks.starts, new.lens), ranges(map(add, blocks.starts, new.lens), sizes)
+        spare = -new.total % STEP if self._layouts.is_padded else 0  # features that no token reads
         order = [0] * layout.positions.shape[1]
-        for index, place in enumerate((*of_features, *of_tokens)):
-            order[place] = index
+        for index, place in enumerate((*of_features, *[None] * spare, *of_tokens)):
+            if place is not None:
+                order[place] = index
+        of_features += [0] * spare
         numbers = torch.tensor([*ids, *block_index, *of_tokens, *of_features, *order], device=self.device)
         total = len(ids)
-        token_ids, inside, tokens_at, features_at, standing = numbers.split((total, total, total, new.total, len(order)))
+        token_ids, inside, tokens_at, features_at, standing = numbers.split((total, total, total, len(of_features), len(order)))
         rotations = [torch.stack(self._rotation_at(new.fused, layout.positions[:, at])) for at in (tokens_at, features_at)]
-        inputs = [token_ids[None], new.fused, *rotations, inside[None], standing, tokens_at]
+        fused = functional.pad(new.fused, (0, 0, 0, spare))
+        inputs = [token_ids[None], fused, *rotations, inside[None], standing, tokens_at]
         block = replace(layout, visible=self._visible(new.lens, sizes, layout.visible))
         inputs += [*block.inputs, layout.visible, *layout.stores]
         out = self._programs.runner_of()(inputs)[0][0]

@@ -45,6 +45,8 @@ def load() -> bool:
 def _loaded() -> bool:
     import torch
 
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
     try:
         compiler = build.find_compiler()
         if compiler is None:
@@ -56,8 +58,6 @@ def _loaded() -> bool:
         found = build.cached(compiler)
         if found is None or not _loads(found):
             torch.ops.load_library(build.library(compiler))
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
     except build.FAILURES as error:
         logger.warning("the CPU kernels cannot be built or loaded, torch's own are used: %s", first_line(error))
         return False

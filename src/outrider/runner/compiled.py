@@ -173,7 +173,7 @@ def _code_of(program: nn.Module) -> str:
 
 
 def _key(module: Program) -> str:
-    """Return the key of the package: a hash of code, settings, weight types, versions and CPU."""
+    """Return the key of the package: a hash of code, settings, weight types, versions and device."""
     own = [*module.named_parameters(), *module.named_buffers()]
     cache = module.cache
     what = [
@@ -183,6 +183,7 @@ def _key(module: Program) -> str:
         str((cache.dtype, cache.shape, cache.states.slots)),
         torch.__version__,
         transformers.__version__,
-        cpu_flags() if cache.device.type == "cpu" else torch.cuda.get_device_name(cache.device),
+        # A GPU's package contains the number of the device.
+        cpu_flags() if cache.device.type == "cpu" else (torch.cuda.get_device_name(cache.device), cache.device.index or 0),
     ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:20]

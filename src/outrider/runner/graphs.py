@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -23,19 +24,20 @@ Replay = Callable[[], None]
 Captured = tuple[list[Tensor], Replay, Sequence[Tensor]]  # inputs, replay, outputs
 Record = Callable[[Callable[[], Sequence[Tensor]], torch.device], tuple[Replay, Sequence[Tensor]]]
 
+_capturing = Lock()  # torch captures on one stream
 MAX_GRAPHS = 128  # batches and draft trees of changing sizes have hundreds of shapes; engines usually capture 30 to 70
 MAX_WIDTH = 64  # wider passes are prefill: they keep the device busy without a graph and have any width
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has computed everything; a CPU has."""
+    """Wait until a GPU has computed what this thread started; a CPU has."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()  # waiting for the whole device ends other threads' captures
 
 
 def record_cuda(function: Callable[[], Sequence[Tensor]], device: torch.device) -> tuple[Replay, Sequence[Tensor]]:
     """Capture ``function`` as a CUDA graph. Return its replay and the tensors that each replay writes."""
-    with torch.cuda.device(device):  # streams and graphs belong to the current device
+    with _capturing, torch.cuda.device(device):  # streams and graphs belong to the current device
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -43,7 +45,7 @@ def record_cuda(function: Callable[[], Sequence[Tensor]], device: torch.device) 
                 function()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads go on allocating
             outputs = function()
     return graph.replay, outputs
 

@@ -186,8 +186,10 @@ def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Ten
     """Compute what ``reference_attend`` does, in Triton if a head is small enough."""
     from outrider.runner import triton_attention
 
-    fits = max(key.shape[3], value.shape[3]) <= triton_attention.LARGEST_HEAD
-    return (triton_attention.attend if fits else reference_attend)(query, key, value, *rest)
+    if max(key.shape[3], value.shape[3]) > triton_attention.LARGEST_HEAD:
+        return reference_attend(query, key, value, *rest)
+    with torch.cuda.device(query.device):  # Triton runs on the current device, whatever its tensors are on
+        return triton_attention.attend(query, key, value, *rest)
 
 
 if find_spec("triton") is not None:  # it comes with torch for CUDA on Linux

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.runner.attention import PassLayout
+from outrider.runner.graphs import MAX_WIDTH
 from outrider.runner.kv_cache import KVCache
 from outrider.types import Proposal, ancestor_matrix
 
 MIN_PREFILL = 16  # fewer uncached tokens are always left to the scoring pass
+STEP = 16  # on a GPU, wider passes have multiples of it: prompts have any length, and each width is captured
 CACHED_MASK_WIDTH = 16  # causal masks up to this width are kept
 
 
@@ -55,6 +57,8 @@ class Layouts:
         width = max(lens)
         if self.is_padded:
             width = max(width, least)
+            if STEP < width <= MAX_WIDTH:
+                width = -(-width // STEP) * STEP
             tokens = [text + [0] * (width - length) for text, length in zip(tokens, lens, strict=True)]
             lens = [width] * batch
         ends = list(accumulate(lens))

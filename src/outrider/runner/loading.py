@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def load_model(
         )
     if reader is None:
         _refuse_dropped(source, model, sorted(info["unexpected_keys"]), quantization_of(config) is not None)
-    if device.type != "cpu":
+    if "device_map" not in options:
         model.to(device)
     return model
 
@@ -366,7 +367,7 @@ def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_re
 
     ``by_request``: the model creates its own masks, which are correct for a single request.
     """
-    names = inspect.signature(type(model).forward).parameters
+    names = _parameters(type(model).forward)
     name = _cache_argument(names)
     takes_no_positions = name == "cache" and "position_ids" not in names
     if name == "cache_params" or (takes_no_positions and (model._is_stateful or "attention_mask" not in names)):
@@ -381,7 +382,7 @@ def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_re
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name of the argument of ``forward`` that takes the cache: transformers 5.24 renamed it to ``cache``."""
-    return _cache_argument(inspect.signature(type(model).forward).parameters)
+    return _cache_argument(_parameters(type(model).forward))
 
 
 def _cache_argument(names: Collection[str]) -> str:
@@ -390,7 +391,13 @@ def _cache_argument(names: Collection[str]) -> str:
 
 def keeps_logits(model: PreTrainedModel) -> bool:
     """Return whether ``forward`` can compute the logits of selected tokens only."""
-    return "logits_to_keep" in inspect.signature(type(model).forward).parameters
+    return "logits_to_keep" in _parameters(type(model).forward)
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a function's parameters. Cached, because every eager pass reads them."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def reason(error: Exception) -> str:

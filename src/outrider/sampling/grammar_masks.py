@@ -36,11 +36,13 @@ class GrammarMasks:
         for b, request in self._requests:
             draft_ids = [] if drafts is None else drafts[b].tolist()
             parent_ids = None if parents is None else parents[b].tolist()
+            banned = torch.zeros(counts[b], scores.shape[-1], dtype=torch.bool)
             for row in range(counts[b]):
                 path = path_to(start + row - 1, draft_ids, parent_ids)
                 allowed = allowed_after(request, path) if path else allowed_tokens(request, path)
                 if allowed is not None and not (path and is_empty(allowed)):
-                    scores[b, row].masked_fill_(~allowed.to(scores.device), -math.inf)
+                    banned[row] = ~allowed
+            scores[b, : counts[b]].masked_fill_(banned.to(scores.device), -math.inf)  # one copy to a GPU
 
 
 def allowed_tokens(request: Request, path: Sequence[int]) -> Tensor | None:

@@ -18,7 +18,6 @@ from outrider.types import Request, ancestor_matrix
 class _Counted:
     """Token counts of one request's committed tokens."""
 
-    index: int  # of the request in the batch
     request: Request
     factors: tuple[float, float, float]  # repetition, presence, frequency
     ids: Tensor  # int64 [V]; the first num_ids are the distinct tokens
@@ -26,6 +25,17 @@ class _Counted:
     counts: Tensor  # float32 [V], in the output
     num_ids: int = 0
     num_tokens: int = 0  # counted so far
+
+    @classmethod
+    def of(cls, request: Request, vocab_size: int, device: torch.device) -> _Counted:
+        params = request.params
+        return cls(
+            request,
+            (params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+            torch.empty(vocab_size if native.serves(device) else 0, dtype=torch.long),
+            torch.zeros(vocab_size, dtype=torch.uint8, device=device),
+            torch.zeros(vocab_size, device=device),
+        )
 
     def continued(self, request: Request) -> _Counted:
         """Return a copy for the same request with more tokens."""
@@ -36,17 +46,14 @@ class _Counted:
 class Penalties:
     """Token counts of requests with penalties, updated in O(new tokens) per call."""
 
-    def __init__(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, requests: Sequence[Request], vocab_size: int, device: torch.device, earlier: Penalties | None = None
+    ) -> None:
+        """``earlier``: of another batch, whose counts of the same requests are shared."""
         self._native = native.serves(device)
-        self._counted = [
-            _Counted(
-                b,
-                request,
-                (request.params.repetition_penalty, request.params.presence_penalty, request.params.frequency_penalty),
-                torch.empty(vocab_size if self._native else 0, dtype=torch.long),
-                torch.zeros(vocab_size, dtype=torch.uint8, device=device),
-                torch.zeros(vocab_size, device=device),
-            )
+        known = {} if earlier is None else {counted.request: counted for _, counted in earlier._counted}
+        self._counted: list[tuple[int, _Counted]] = [
+            (b, known.get(request) or _Counted.of(request, vocab_size, device))
             for b, request in enumerate(requests)
             if request.params.has_penalties
         ]
@@ -55,18 +62,15 @@ class Penalties:
     def continued(self, requests: Mapping[int, Request]) -> Penalties:
         """Return the penalties of the same batch in which some requests, given by index, have more tokens."""
         other = copy.copy(self)
-        other._counted = [
-            counted.continued(requests[counted.index]) if counted.index in requests else counted for counted in self._counted
-        ]
+        other._counted = [(b, counted.continued(requests[b]) if b in requests else counted) for b, counted in self._counted]
         return other
 
     def apply_(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
         """Apply penalties to the first ``counts[b]`` rows of contiguous logits [B, M, V], in place."""
         if start + logits.shape[1] - 1 > (0 if drafts is None else drafts.shape[1]):
             raise ValueError("penalties need the drafts before each row of logits")
-        for counted in self._counted:
+        for b, counted in self._counted:
             self._count(counted)
-            b = counted.index
             rows = logits[b, : counts[b]]
             # drafts made from text are on the CPU, also for a target on a GPU
             draft_ids, parent_ids = (

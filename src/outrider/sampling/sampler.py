@@ -18,7 +18,7 @@ from outrider.sampling.min_tokens import MinTokens
 from outrider.sampling.penalties import Penalties, drafts_before_rows
 from outrider.sampling.randomness import first_above, key_of, signed, uniforms
 from outrider.sampling.shaping import Shaping
-from outrider.types import Request, RequestFault
+from outrider.types import Request, RequestFault, SamplingParams
 
 _ACCEPT, _DRAFT, _NOISE, _NEXT_TOKEN = range(4)  # purposes of random numbers
 _MAX_PARTS = 16  # cached samplers of parts of the batch
@@ -49,22 +49,29 @@ class Sampler:
         device: torch.device | str = "cpu",
         coupled: bool = False,
         eos_token_ids: Collection[int] = (),
+        earlier: Sampler | None = None,
     ) -> None:
-        """``eos_token_ids``: end-of-text tokens, which ``min_tokens`` masks."""
+        """``eos_token_ids``: end-of-text tokens, which ``min_tokens`` masks; ``earlier``: see ``for_batch``."""
         self.requests, self.vocab_size, self.device, self.coupled = tuple(requests), vocab_size, torch.device(device), coupled
         self.eos_token_ids = eos_token_ids
         params = [request.params for request in self.requests]
         self._shaping = Shaping(params, vocab_size, self.device)
         self._all_greedy = all(self._shaping.is_greedy)
-        self._bias = _bias_of(self.requests, vocab_size, self.device)
+        self._biases = _Biases(self.requests, vocab_size, self.device)
         self._min_tokens = MinTokens(self.requests, eos_token_ids, vocab_size, self.device)
         self._grammars = GrammarMasks(self.requests)
-        self._penalties = Penalties(self.requests, vocab_size, self.device)
+        known = None if earlier is None else earlier._penalties
+        self._penalties: Penalties = Penalties(self.requests, vocab_size, self.device, known)
         self._lens: list[int] = []
         self._num_calls: Counter[int] = Counter()  # of the round, by purpose
         self._prefixes: dict[int, list[int]] = {}  # purpose -> common part of each request's keys in the round
         self._noise_prefixes = [key_of(request.seed, _NOISE) for request in self.requests]
         self._parts: dict[tuple[int, ...], Sampler] = {}  # rows -> their sampler
+        self._source: Sampler | None = None  # sampler that this one continues
+
+    def for_batch(self, requests: Sequence[Request]) -> Sampler:
+        """Return the sampler of another batch. The token counts of requests in both are not counted again."""
+        return Sampler(requests, self.vocab_size, self.device, self.coupled, self.eos_token_ids, earlier=self)
 
     def take(self, rows: Sequence[int]) -> Sampler:
         """Return the sampler of these requests, in this order."""
@@ -72,9 +79,16 @@ class Sampler:
         if key not in self._parts:
             if len(self._parts) == _MAX_PARTS:
                 self._parts.clear()
-            requests = [self.requests[b] for b in key]
-            self._parts[key] = Sampler(requests, self.vocab_size, self.device, self.coupled, self.eos_token_ids)
+            self._parts[key] = self._part([self.requests[b] for b in key], key)
         return self._parts[key]
+
+    def _part(self, requests: Sequence[Request], rows: Sequence[int]) -> Sampler:
+        """Create the sampler of some rows; a sampler that lasts for one round takes it from its source, which keeps it."""
+        if self._source is None:
+            return self.for_batch(requests)
+        part = self._source.take(rows)
+        pairs = enumerate(zip(requests, part.requests, strict=True))
+        return part.continued({at: request for at, (request, before) in pairs if request is not before})
 
     def continued(self, requests: Mapping[int, Request]) -> Sampler:
         """Return the sampler of the same batch in which some requests, given by row, have more tokens."""
@@ -84,6 +98,7 @@ class Sampler:
         other._grammars = GrammarMasks(other.requests)
         other._penalties = self._penalties.continued(requests)
         other._lens, other._num_calls, other._prefixes, other._parts = [], Counter(), {}, {}
+        other._source = self
         return other
 
     @property
@@ -160,10 +175,7 @@ class Sampler:
         if logits.shape[-1] != self.vocab_size:
             raise ValueError(f"logits have {logits.shape[-1]} columns: expected the vocabulary's {self.vocab_size}")
         scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-        if self._bias is not None:
-            self._bias = self._bias.to(scores.dtype)  # converted once, as all scores have the same dtype
-            scores = scores + self._bias
-        for rules in (self._min_tokens, self._grammars, self._penalties):
+        for rules in (self._biases, self._min_tokens, self._grammars, self._penalties):
             if not rules.is_empty:
                 scores = scores.clone() if scores is logits else scores
                 rules.apply_(scores, drafts, parents, start, counts)
@@ -221,16 +233,27 @@ def _counts(logits: Tensor, lens: Tensor | None) -> list[int]:
     return [width] * batch if lens is None else [min(1 + n, width) for n in lens.tolist()]
 
 
-def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device) -> Tensor | None:
-    """Return logit bias and token masks as one addend [B, 1, V]; None without any."""
-    if not any(r.params.logit_bias or r.params.banned_token_ids or r.params.allowed_token_ids is not None for r in requests):
+class _Biases:
+    """Logit bias and token masks of the requests that have any."""
+
+    def __init__(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
+        found = [(b, _bias_of(request.params, vocab_size)) for b, request in enumerate(requests)]
+        self._rows = [(b, bias.to(device)) for b, bias in found if bias is not None]
+        self.is_empty = not self._rows
+
+    def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
+        """Add to the first ``counts[b]`` rows of scores [B, M, V], in place. Only ``counts`` is read of the rest."""
+        self._rows = [(b, bias.to(scores.dtype)) for b, bias in self._rows]  # once, as all scores have the same dtype
+        for b, bias in self._rows:
+            scores[b, : counts[b]] += bias
+
+
+def _bias_of(params: SamplingParams, vocab_size: int) -> Tensor | None:
+    """Return logit bias and token masks of a request as one addend float64 [V]; None without any."""
+    mask = token_mask(params, vocab_size)
+    if mask is None and not params.logit_bias:
         return None
-    bias = torch.zeros(len(requests), 1, vocab_size, dtype=torch.float64)
-    for row, request in zip(bias[:, 0], requests, strict=True):
-        params = request.params
-        if params.logit_bias:
-            row[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
-        mask = token_mask(params, vocab_size)
-        if mask is not None:
-            row.masked_fill_(~mask, -math.inf)
-    return bias.to(device)
+    bias = torch.zeros(vocab_size, dtype=torch.float64)
+    if params.logit_bias:
+        bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), dtype=bias.dtype)
+    return bias if mask is None else bias.masked_fill_(~mask, -math.inf)

@@ -44,7 +44,7 @@ class ServerConfig(CheckedOptions):
     )
     shutdown_grace: float = limit(POSITIVE, 60.0, "Maximum seconds from SIGTERM to the end of the process.")
     workers: int = limit(COUNT, 2, "Worker processes for tokenisation, and as many for JSON schemas.")
-    worker_memory: float = limit(POSITIVE, 1.0, "Memory limit of each worker process in GiB.")
+    worker_memory: float = limit(POSITIVE, 1.0, "GiB of memory that jobs may add to each worker process.")
     text_timeout: float = limit(POSITIVE, 10.0, "Processor seconds to tokenise the prompts of one call.")
     schema_timeout: float = limit(POSITIVE, 2.0, "Processor seconds to compile a JSON schema.")
     max_schema_values: int = limit(COUNT, 5000, "Maximum number of values in a JSON schema.")

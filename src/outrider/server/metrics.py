@@ -41,6 +41,8 @@ class Metrics:
             "outrider:requests_refused", "Calls refused while busy or stopping.", [*labels, "status"], registry=self.registry
         )
         self._here = here
+        for status in (429, 503):
+            self._refused.labels(**here, status=str(status))  # start at 0: alarms see no increase in a series that is new
 
     def accepted(self, prompts: Sequence[Sequence[int]]) -> None:
         for prompt in prompts:

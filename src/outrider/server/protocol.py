@@ -19,7 +19,6 @@ from outrider.types import Grammar, OutriderError, SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
-MAX_SAMPLES = 128
 MAX_FIELDS = 128  # fields per object: each wrong one adds an error
 MAX_BIASES = 4096
 MAX_MESSAGES = 4096  # of a conversation, and parts of a message
@@ -93,10 +92,10 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
 
-def sampling_field(name: str, **more: Any) -> Any:
-    """Return a field with the default, bounds and help of the same field of ``SamplingParams``; ``more`` overrides them."""
+def sampling_field(name: str) -> Any:
+    """Return a field with the default, bounds and help of the same field of ``SamplingParams``."""
     option = declared(SamplingParams)[name]
-    return Field(getattr(SamplingParams(), name), description=option.help, **{**option.kind.bounds, **more})
+    return Field(getattr(SamplingParams(), name), description=option.help, **option.kind.bounds)
 
 
 class Body(BaseModel):
@@ -182,7 +181,7 @@ class SamplingFields(Body):
     model: Text | None = None
     temperature: float = sampling_field("temperature")
     top_p: float = sampling_field("top_p")
-    n: int = sampling_field("n", le=MAX_SAMPLES)
+    n: int = sampling_field("n")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     seed: int | None = sampling_field("seed")
     presence_penalty: float = sampling_field("presence_penalty")

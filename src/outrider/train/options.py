@@ -24,7 +24,8 @@ MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # of an existing model that 
 
 def _default_rates(name: str) -> str:
     """Return the default learning rates, for the help."""
-    return f"(default: {NEW_RATES[name]}; {CONTINUED_RATES[name]} to continue an existing model)"
+    continued = f"{CONTINUED_RATES[name]}, or {MASK_RATES[name]} with --parallel"
+    return f"(default: {NEW_RATES[name]}; to continue an existing model {continued})"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class EagleRun(CheckedOptions):
     format: tuple[str, ...] = option(
         several(choice("native", "speculators"), "native, speculators or both"),
         ("native",),
-        "native, speculators, or both separated by a comma: the second goes to OUT-FORMAT.",
+        "native, speculators, or both separated by a comma: the second goes to OUT-FORMAT (default: native).",
     )
     start: str | None = option(FOLDER, None, CONTINUE)
 

@@ -246,6 +246,9 @@ class DraftLengthPolicy:
         """Remove requests that ended; shared estimates stay."""
         for request_id in request_ids:
             self._tracks.pop(request_id, None)
+        if self._requests and not self._tracks:  # the next round would drop them, but may be far off
+            self._requests = ()
+            del self._batch
 
     def _learn(self, drafted_for: Sequence[int], context: Context, round_: Round) -> None:
         """Count the drafts that these requests got, and the accepted ones."""

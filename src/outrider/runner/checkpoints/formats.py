@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -91,9 +92,12 @@ def loader_options(reader: Format | None, quantization: Mapping[str, Any] | None
     """Return the arguments of ``from_pretrained`` for a quantised checkpoint."""
     if reader is not None:
         return {"quantization_config": StoredConfig(reader)}
-    if quantization is not None and method_of(quantization) == "mxfp4" and device.type == "cpu":
+    if quantization is None:
+        return {}
+    if method_of(quantization) == "mxfp4" and device.type == "cpu":
         return {"quantization_config": Mxfp4Config(dequantize=True)}
-    return {}
+    # Quantisers choose kernels by the map, and without one some of them choose the device.
+    return {"device_map": {"": str(device)}} if find_spec("accelerate") is not None else {}
 
 
 def _why_not_transformers(quantization: Mapping[str, Any]) -> str | None:
