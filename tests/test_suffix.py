@@ -241,6 +241,14 @@ def test_earlier_requests_are_used_only_if_enabled():
         assert propose(proposer, request([1, 2, *page[:5]], "second"), k=2) == [expected]
 
 
+def test_earlier_requests_of_another_owner_are_not_used():
+    proposer, page = with_memory(1000), list(range(20, 40))
+    propose(proposer, request(page, "ann/first"))
+    proposer.retire(["ann/first"])
+    for owner, expected in (("bob", []), ("ann", [25, 26])):
+        assert propose(proposer, request([1, 2, *page[:5]], f"{owner}/next"), k=2) == [expected]
+
+
 def test_tokens_committed_after_the_first_round_are_stored():
     proposer, first = with_memory(1000), request([1, 2, 3], "first")
     propose(proposer, first)

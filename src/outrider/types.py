@@ -51,13 +51,21 @@ class RequestFault(OutriderError):
         super().__init__(message)
 
 
+def owner_of(request_id: str) -> str:
+    """Return the owner of a request, which comes before the last slash of its id, if any.
+
+    Requests of different owners share no cached tokens and no earlier texts: usage and times would reveal them.
+    """
+    return request_id.rpartition("/")[0]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One running generation. Only the scheduler appends to ``token_ids``, and only the engine and the draft-length
     policy clear ``may_draft``; all other code only reads them.
     """
 
-    request_id: str
+    request_id: str  # see ``owner_of``
     token_ids: list[int]  # committed tokens: the prompt, then the output
     num_prompt_tokens: int
     params: SamplingParams

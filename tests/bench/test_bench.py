@@ -87,7 +87,7 @@ def test_contenders_do_not_remember_outputs_of_other_runs_or_repeats(llm: LLM) -
 
     def num_remembered(contender: Contender) -> int:
         with contenders.active(contender):
-            return len(llm.proposer.memory.blocks)  # type: ignore[attr-defined]
+            return len(llm.proposer.memory[""].blocks)  # type: ignore[attr-defined]
 
     generate(contenders, first, [list(range(5, 40))], params, 1)
     assert (num_remembered(first), num_remembered(second)) == (1, 0)

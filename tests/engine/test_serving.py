@@ -462,6 +462,15 @@ def test_a_running_request_shares_its_prefix():
     assert second != first and kv.cached_lens[second] == 30 and kv.cached_lens[first] == 40
 
 
+def test_requests_of_different_owners_share_no_prefix():
+    kv = cache()
+    text = list(range(40))
+    ended(kv, "ann/r0", text)
+    write(kv, kv.row_for("ann/r1", [*text, 50]), [*text, 50])  # one row is kept, another runs
+    assert kv.cached_lens[kv.row_for("bob/r2", [*text, 60])] == 0
+    assert kv.longest_prefix("ann/r3", [*text, 60])[1] == 40 and kv.longest_prefix("cy/r4", [*text, 60]) == (None, 0)
+
+
 def test_the_last_prompt_token_is_never_taken_from_the_prefix_cache():
     kv = cache()
     ended(kv, "a", list(range(40)))

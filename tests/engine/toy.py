@@ -98,11 +98,11 @@ class TableRunner:
     def admit(self, request_id, num_tokens) -> bool:
         return True
 
-    def num_cached(self, text) -> int:
+    def num_cached(self, request_id, text) -> int:
         return max([shared_length(known, text[:-1]) for known in self.kept or ()], default=0)
 
     def start(self, request_id, text, limit=None) -> int:
-        known = self.cached[request_id] = list(text[: self.num_cached(text)][:limit])
+        known = self.cached[request_id] = list(text[: self.num_cached(request_id, text)][:limit])
         return len(known)
 
     def retire(self, request_ids) -> None:

@@ -73,7 +73,9 @@ class Served:
 def call(body: dict[str, Any]) -> bytes:
     """Return the bytes of a completion call, for a socket."""
     payload = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}"
+    )
     return head.encode() + b"\r\n\r\n" + payload
 
 

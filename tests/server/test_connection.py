@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import resource
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from time import monotonic, sleep
 
 import httpx
 import pytest
 
 from outrider import LLM
+from outrider.server import run
 from outrider.server.config import Client, KeyRing
 from outrider.server.connection import QuietAccepting
 
 from .served import Served, Slow, call, serving, until
 
 CALL = call({"prompt": "def add(", "max_tokens": 3})
-GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +84,7 @@ def test_a_second_call_has_the_same_header_timeout(strict: Served) -> None:
 
 def test_a_body_that_comes_after_its_answer_starts_no_call(strict: Served) -> None:
     with strict.connect() as connection:
-        connection.sendall(b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n")
+        connection.sendall(b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n")
         assert b" 404 " in connection.recv(4096)
         connection.sendall(b"later")
         seconds, rest = closed_after(connection)
@@ -107,6 +111,22 @@ def test_an_unread_answer_is_aborted(load: Callable[..., LLM]) -> None:
         until(lambda: not server.service.bridge.num_open)
         until(lambda: not server.server.server_state.connections, 5)
         connection.close()
+
+
+def test_connections_over_the_limit_are_closed(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < run.most_connections() < resource.getrlimit(resource.RLIMIT_NOFILE)[0] or run.most_connections() == sys.maxsize
+    monkeypatch.setattr(run, "most_connections", lambda: 2)
+    with serving(load("plain", 0)) as server, server.connect() as first, server.connect():
+        until(lambda: len(server.server.server_state.connections) == 2)
+        with server.connect() as third, suppress(ConnectionError):
+            assert third.recv(1) == b""
+        first.sendall(GET)
+        assert b" 200 OK" in first.recv(4096)
+        first.close()
+        until(lambda: len(server.server.server_state.connections) == 1)
+        with server.connect() as fourth:
+            fourth.sendall(GET)
+            assert b" 200 OK" in fourth.recv(4096)
 
 
 def test_failed_accepts_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ import pytest
 from processes import LISTED, children
 
 from outrider import LLM
+from outrider.engine import templates
 from outrider.server import pool as pools
 from outrider.server import schemas
 from outrider.server.bridge import Busy, Stopping
@@ -129,6 +130,41 @@ def test_a_template_that_rejects_everything_does_not_stop_completions(plain: LLM
 
 
 @in_loop
+async def test_chat_templates_run_only_in_workers(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (plain.tokenizer.chat_template or "") + "{# not rendered before #}"
+    monkeypatch.setattr(plain.tokenizer, "chat_template", template)
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I", "reasoning_content": "hm"}]
+    rendered: list[object] = []
+    async with started(Prompts(plain, ServerConfig(), tokenizer_data(plain), in_helper_thread)) as prompts:
+        with monkeypatch.context() as patch:
+            patch.setattr(templates, "render_jinja_template", lambda *given, **_: rendered.append(given) or [[""]])
+            found = await prompts.chat(chat_body(messages), ANYONE)
+        assert not rendered and found == [plain.chat_prompt(messages)]
+
+
+def test_a_panic_is_a_refusal(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """As PyO3's."""
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("index out of bounds")
+
+    bench = Workbench({**(tokenizer_data(plain) or {}), "for_texts": True})
+    monkeypatch.setattr(bench, "_encode", panic)
+    assert bench.do({"texts": ["a"], "max_tokens": 9}) == {"refused": "PanicException: index out of bounds"}
+
+
+@in_loop
+async def test_workers_do_not_inherit_keys(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OUTRIDER_API_KEYS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    tell = "import json, os; print(json.dumps({'failed': str([name for name in os.environ if os.environ[name] == 'secret'])}))"
+    monkeypatch.setattr(pools, "COMMAND", tell)
+    with pytest.raises(OSError, match=r"^\[\]$"):
+        await pools.Worker.start({})
+
+
+@in_loop
 async def test_an_error_of_the_tokenizer_is_no_lack_of_memory(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = pools.COMMAND.replace("main()", "worker.Workbench._encode = lambda *_, **__: 1 / 0; main()")
     monkeypatch.setattr(pools, "COMMAND", failing.replace("from", "from outrider.server import worker; from", 1))
@@ -154,7 +190,7 @@ async def test_a_job_over_its_time_limit_is_killed_and_the_next_runs(plain: LLM)
     async with started(schema_pool(plain, seconds=0.5)) as pool:
         with pytest.raises(OutriderError, match=r"within 0.5 s: send a smaller one"):
             await pool.do(DEAR, 1, ANYONE)
-        assert await pool.do(CHEAP, 1, ANYONE) == {}
+        assert (await pool.do(CHEAP, 1, ANYONE)).keys() == {"bytes"}
 
 
 @in_loop
@@ -180,7 +216,7 @@ async def test_a_job_over_its_memory_limit_is_killed_and_the_next_runs(plain: LL
     async with started(schema_pool(plain, memory=64 << 20)) as pool:
         with pytest.raises(OutriderError, match="within 64 MiB of memory: send a smaller one"):
             await pool.do(DEAR, 1, ANYONE)
-        assert await pool.do(CHEAP, 1, ANYONE) == {}
+        assert (await pool.do(CHEAP, 1, ANYONE)).keys() == {"bytes"}
 
 
 STUCK = (  # a chat template that takes a minute or 5 GB for one message
@@ -209,10 +245,10 @@ async def test_messages_over_a_limit_are_refused_and_their_process_is_replaced(p
 async def test_a_killed_worker_loses_no_answer(plain: LLM) -> None:
     others = children(os.getpid())
     async with started(schema_pool(plain)) as pool:
-        assert await pool.do(CHEAP, 1, ANYONE) == {}
+        assert (await pool.do(CHEAP, 1, ANYONE)).keys() == {"bytes"}
         (worker,) = children(os.getpid()) - others
         os.kill(worker, signal.SIGKILL)  # while it is idle
-        assert await pool.do(CHEAP, 1, ANYONE) == {}
+        assert (await pool.do(CHEAP, 1, ANYONE)).keys() == {"bytes"}
         busy = asyncio.ensure_future(pool.do(DEAR, 1, ANYONE))
         for _ in range(2):  # twice while it works: after the second time the job fails
             await asyncio.sleep(1.0)
@@ -220,7 +256,7 @@ async def test_a_killed_worker_loses_no_answer(plain: LLM) -> None:
                 os.kill(worker, signal.SIGKILL)
         with pytest.raises(OutriderError, match="memory"):
             await busy
-        assert await pool.do(CHEAP, 1, ANYONE) == {}
+        assert (await pool.do(CHEAP, 1, ANYONE)).keys() == {"bytes"}
 
 
 @in_loop
@@ -237,7 +273,7 @@ async def test_jobs_fail_at_once_and_starts_are_retried_if_no_process_starts(
         monkeypatch.undo()
         while pool.start_error:
             await asyncio.sleep(0.05)
-        assert await pool.do(CHEAP, 1, ANYONE) == {}
+        assert (await pool.do(CHEAP, 1, ANYONE)).keys() == {"bytes"}
 
 
 class Slow:
@@ -329,6 +365,46 @@ async def test_a_retried_job_that_has_failed_meanwhile_does_not_run(plain: LLM, 
 
 
 @in_loop
+async def test_a_process_that_does_not_start_is_no_failure_while_another_runs(
+    plain: LLM, faulty: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "RETRY_SECONDS", 60.0)
+    faulty(None, OSError("no memory"))
+    async with started(schema_pool(plain, size=2)) as pool:
+        await asyncio.sleep(0.01)
+        assert pool.start_error is None and await pool.do({"of": "a"}, 1, ANYONE) == {}
+    faulty(None, None, WorkerLost(-signal.SIGKILL), OSError("no memory"))
+    async with started(schema_pool(plain, size=2)) as pool:
+        await asyncio.sleep(0.01)
+        assert await pool.do({"of": "b"}, 1, ANYONE) == {}  # repeated by the other process
+    assert Slow.order == ["a", "b"]
+
+
+@pytest.mark.parametrize("num_turns", range(5))
+@in_loop
+async def test_a_pool_stops_while_a_job_ends(plain: LLM, monkeypatch: pytest.MonkeyPatch, num_turns: int) -> None:
+    """A runner that is cancelled in the moment when its answer arrives must not go on."""
+    go = asyncio.Event()
+
+    async def answer(self: Slow, job: object) -> dict[str, str]:
+        await go.wait()
+        return {}
+
+    monkeypatch.setattr(pools, "Worker", Slow)
+    monkeypatch.setattr(Slow, "answer", answer)
+    pool = schema_pool(plain)
+    pool.start()
+    job = asyncio.ensure_future(pool.do({"of": "a"}, 1, ANYONE))
+    await asyncio.sleep(0.01)
+    go.set()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(2.0):
+        await pool.stop()
+    await asyncio.gather(job, return_exceptions=True)
+
+
+@in_loop
 async def test_clients_take_turns(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "Worker", Slow)
     monkeypatch.setattr(Slow, "order", [])
@@ -371,7 +447,7 @@ def test_a_single_client_has_one_queue() -> None:
 @in_loop
 async def test_a_schema_is_tested_once_and_its_refusal_cached(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "Worker", Slow)
-    monkeypatch.setattr(Slow, "answer", lambda self, job: Slow.order.append(job["schema"]) or asyncio.sleep(0.01, {}))
+    monkeypatch.setattr(Slow, "answer", lambda self, job: Slow.order.append(job["schema"]) or asyncio.sleep(0.01, {"bytes": 0}))
     monkeypatch.setattr(Slow, "order", [])
 
     async with started(Grammars(tokenizer_data(plain), ServerConfig(), in_helper_thread)) as grammars:
@@ -395,7 +471,7 @@ async def test_a_schema_is_tested_once_and_its_refusal_cached(plain: LLM, monkey
 async def test_a_grammar_with_many_outputs_is_compiled_again(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its outputs share the lexer's states: a limit that a late one exceeds is not the schema's fault."""
     monkeypatch.setattr(pools, "Worker", Slow)
-    monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {}))
+    monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 0}))
 
     async with started(Grammars(tokenizer_data(plain), ServerConfig(), in_helper_thread)) as grammars:
         for failure in (None, "too many states"):
@@ -408,9 +484,35 @@ async def test_a_grammar_with_many_outputs_is_compiled_again(plain: LLM, monkeyp
 
 
 @in_loop
+async def test_the_memory_of_grammars_is_limited(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "Worker", Slow)
+    monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 1 << 28}))
+
+    other = replace(ANYONE, connection="other")
+    async with started(Grammars(tokenizer_data(plain), ServerConfig(worker_memory=1.25), in_helper_thread)) as grammars:
+        used = [await grammars.get({"const": number}, ANYONE) for number in range(3)]
+        assert len(grammars._kept) == 2  # the cache takes half
+        with pytest.raises(Busy):  # more than three quarters
+            await grammars.get({"const": 3}, ANYONE)
+        del used[0]
+        gc.collect()
+        assert await grammars.get({"const": 3}, ANYONE) and await grammars.get({"const": 4}, other)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc (Linux)")
+@in_loop
+async def test_a_worker_measures_the_memory_of_a_grammar(plain: LLM) -> None:
+    async with started(schema_pool(plain)) as pool:
+        alternatives = {"enum": ["".join(chr(0x4E00 + (i * j) % 5000) for j in range(50)) for i in range(4000)]}
+        small, large = [(await pool.do(job, 1, ANYONE))["bytes"] for job in (CHEAP, {"schema": json.dumps(alternatives)})]
+        assert large > 1 << 20 and large > 4 * small
+        assert (await pool.do(CHEAP, 1, ANYONE))["bytes"] < large // 4
+
+
+@in_loop
 async def test_grammars_in_memory_are_limited(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "Worker", Slow)
-    monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {}))
+    monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 0}))
 
     async with started(Grammars(tokenizer_data(plain), ServerConfig(), in_helper_thread)) as grammars:
         used = [await grammars.get({"const": number}, ANYONE) for number in range(MAX_CACHED)]

@@ -17,6 +17,8 @@ from tiny_folder import make_tokenizer
 from outrider.engine import detokenizer
 from outrider.engine.detokenizer import DetokenizerFactory
 from outrider.server import formats
+from outrider.server.calls import plain_json
+from outrider.server.parameters import typed
 from outrider.server.protocol import ChatBody
 from outrider.server.replies import (
     ArgumentsReply,
@@ -695,6 +697,18 @@ def test_reading_takes_linear_time() -> None:
         started = process_time()
         part = read(reply, [text[at : at + step] for at in range(0, len(text), step)])
         assert part.calls and process_time() - started < 3.0
+
+
+def test_a_string_that_is_not_closed_takes_linear_time() -> None:
+    text, started = '{a: "' + r"\"" * 30_000, process_time()
+    assert plain_json(text, {"unquoted_keys": True}) == '{"a": "' + r"\"" * 30_000
+    assert process_time() - started < 1.0
+
+
+def test_numbers_that_are_not_finite_stay_text() -> None:
+    schema = {"properties": {"x": {"type": "number"}, "y": {"type": "array"}}}
+    given = {"x": "1e999", "y": "[1, -1e999]"}
+    assert typed(given, schema) == given and typed({"x": "1e3"}, schema) == {"x": 1000.0}
 
 
 def test_arguments_of_one_function_are_streamed() -> None:

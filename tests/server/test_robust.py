@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import signal
@@ -21,6 +22,7 @@ import pytest
 import torch
 import uvicorn
 from bench.load import virtual
+from fastapi import Request
 from pydantic import ValidationError
 
 from outrider import LLM, SamplingParams, native
@@ -28,9 +30,10 @@ from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.outputs import Emission
 from outrider.engine.stats import GenerationStats
 from outrider.runner import compiled
+from outrider.server import service
 from outrider.server.bridge import Busy, EngineBridge, Stream, call_in_temporary_thread
 from outrider.server.completions import CompletionBody
-from outrider.server.config import Client, KeyRing
+from outrider.server.config import Client, KeyRing, host_error
 from outrider.server.gate import CLOSED, JsonLines
 from outrider.server.grammar import GrammarCompiler
 from outrider.server.protocol import ChatBody, StreamOptions
@@ -39,7 +42,7 @@ from outrider.server.run import GracefulServer
 from outrider.server.service import EventStream, RunningAnswer, _whole
 from outrider.types import OutriderError, Proposal
 
-from .served import Served, Slow, call, serving, until
+from .served import TLS, Served, Slow, call, serving, until
 
 PROMPT = "def add(first, second):"
 LONG = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -249,6 +252,65 @@ def test_running_requests_count_towards_a_clients_share(load: Callable[..., LLM]
         assert [answer.result() for answer in answers] == [200] * 3
 
 
+def test_a_client_cannot_guess_prompts_of_others_by_cached_tokens(load: Callable[..., LLM]) -> None:
+    llm, keys = load(), KeyRing([("a", Client("ada")), ("b", Client("bob"))])
+    with serving(llm, keys) as server:
+
+        def num_cached(key: str) -> int:
+            body, headers = {"prompt": PROMPT * 6, "max_tokens": 4}, {"authorization": f"Bearer {key}"}
+            usage = httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=60).json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert [num_cached("a"), num_cached("b")] == [0, 0]
+        assert llm.proposer.draft.cache.num_reused == 0  # type: ignore[attr-defined]
+        assert num_cached("a") > 0 and num_cached("b") > 0
+
+
+def test_a_body_is_dropped_before_its_answer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(served, monkeypatch)
+    with ThreadPoolExecutor() as callers:
+        answer = callers.submit(
+            served.send, "/v1/completions", b'{"prompt": "x", "max_tokens": 2, "metadata": {"marked": [[]]}}'
+        )
+        until(lambda: served.service.bridge._streams)
+        found = gc.get_objects()
+        requests = [each for each in found if issubclass(type(each), Request)]
+        assert requests and not any(vars(each).keys() & {"_body", "_json"} for each in requests)
+        assert not any("marked" in each for each in found if type(each) is dict)
+        slow.go()
+        assert answer.result().status_code == 200
+
+
+def test_log_probabilities_of_a_call_are_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_TOTAL_LOGPROBS", 96)
+    asked = {"prompt": ["a b", "c d"], "n": 2, "logprobs": 1}
+    for num_tokens, status in ((12, 200), (13, 400)):
+        answer = served.post("/v1/completions", max_tokens=num_tokens, **asked)
+        assert answer.status_code == status
+    assert "too many log-probabilities: 52 tokens with 2 each: expected at most 96" in answer.json()["error"]["message"]
+    assert served.post("/v1/completions", max_tokens=12, echo=True, **asked).status_code == 400
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "127.8.9.1", "[::1]:1", "LOCALHOST:80", None])
+def test_a_loopback_server_is_called_by_its_own_names(served: Served, host: str | None) -> None:
+    with served.connect() as connection:  # without a host HTTP 1.0 is no browser
+        connection.sendall(b"GET /health HTTP/1.0\r\n" + (f"Host: {host}\r\n".encode() if host else b"") + b"\r\n")
+        assert b" 200 OK" in connection.recv(4096)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:8000", "10.0.0.1", "[::1", "0.0.0.0"])
+def test_a_loopback_server_without_keys_refuses_other_hosts(served: Served, load: Callable[..., LLM], host: str) -> None:
+    answer = httpx.get(served.url + "/v1/models", headers={"host": host}, verify=TLS)
+    assert answer.status_code == 403 and "expected localhost or a loopback address" in answer.json()["error"]["message"]
+    assert host_error("0.0.0.0", host) is host_error("my-machine", host) is None
+
+
+def test_with_keys_every_host_is_allowed(load: Callable[..., LLM]) -> None:
+    with serving(load(), KeyRing([("secret", Client())])) as server:
+        headers = {"host": "api.example", "authorization": "Bearer secret"}
+        assert httpx.get(server.url + "/v1/models", headers=headers, verify=TLS).status_code == 200
+
+
 def test_compiling_a_grammar_delays_only_calls_with_new_schemas(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     go, begun, compiled = threading.Event(), threading.Event(), GrammarCompiler.compiled
 
@@ -271,7 +333,7 @@ def test_bodies_that_are_too_large_or_too_slow_are_refused(small: Served) -> Non
     chunks = iter([b'{"prompt": "', b"x" * 2000, b"x" * 2000, b'"}'])
     assert small.send("/v1/completions", chunks).status_code == 413
     with small.connect() as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{")
         assert b" 408 " in connection.recv(4096)
 
 
@@ -282,7 +344,9 @@ def test_bodies_that_are_too_large_or_too_slow_are_refused(small: Served) -> Non
 def test_a_refused_body_gets_the_reason(load: Callable[..., LLM], key: str, size: int, status: bytes) -> None:
     """Closing a connection during the upload of a body would reset it, and the response would be lost."""
     with serving(load(), KeyRing([("secret", Client())])) as server:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {size}\r\n\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\ncontent-length: {size}\r\n\r\n"
+        )
         with server.connect() as connection:
             connection.sendall(head.encode())
             connection.sendall(b"x" * (size // 2))
@@ -367,6 +431,23 @@ def test_a_key_may_have_letters_outside_ascii(load: Callable[..., LLM], tmp_path
         for key, status in (("schlüssel", 200), ("schlussel", 401)):
             headers = {"authorization": f"Bearer {key}".encode()}
             assert httpx.get(server.url + "/v1/models", headers=headers).status_code == status
+
+
+def test_a_path_in_the_log_is_short_and_ascii(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "outrider.server"):
+        httpx.get(served.url + "/v1/%C2%9B" + "x" * 300, verify=TLS)
+        until(lambda: any("facts" in vars(record) for record in caplog.records))
+    line = JsonLines().format(next(record for record in caplog.records if "facts" in vars(record)))
+    assert line.isascii() and len(json.loads(line)["path"]) == 200
+
+
+@pytest.mark.parametrize("given", [",", " ", " , "])
+def test_a_variable_without_keys_does_not_open_the_server(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("OUTRIDER_API_KEYS", given)
+    with pytest.raises(OutriderError, match="OUTRIDER_API_KEYS contains no API key: expected one KEY"):
+        KeyRing.load(None)
+    monkeypatch.setenv("OUTRIDER_API_KEYS", "")
+    assert len(KeyRing.load(None)) == 0
 
 
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,6 +728,24 @@ def test_the_first_command_of_an_idle_engine_counts_as_progress() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
+def test_a_panic_in_a_command_does_not_end_the_engine_thread(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """As PyO3's."""
+
+    def panic(*_: object) -> None:
+        raise Panic("a library panicked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.llm.engine, "add", panic)
+        answer = served.post("/v1/completions", prompt="x", max_tokens=2)
+        assert answer.status_code == 500 and "a library panicked" in answer.text
+    with monkeypatch.context() as patch:
+        patch.setattr(served.llm.engine, "abort", panic)
+        served.service.bridge.cancel({"r"})
+        served.text("x")
+    assert served.service.bridge.is_healthy
+
+
 def test_loading_leaves_no_openmp_threads() -> None:
     def num_threads() -> int:
         return len(list(Path("/proc/self/task").iterdir()))

@@ -112,7 +112,9 @@ def says(tooled: Served, monkeypatch: pytest.MonkeyPatch) -> Says:
     def says(*texts: str | list[int]) -> None:
         outputs = [[*(encode(text) if isinstance(text, str) else text), 0] for text in texts]
         script = Script(outputs, llm.runner.vocab_size)
-        monkeypatch.setattr(llm, "requests_for", lambda ids, params: requests_for(ids, replace(params, grammar=script)))
+        monkeypatch.setattr(
+            llm, "requests_for", lambda ids, params, owner: requests_for(ids, replace(params, grammar=script), owner)
+        )
 
     return says
 

@@ -79,7 +79,9 @@ def command(
             import webbrowser
 
             webbrowser.open(url)
-        server = uvicorn.Server(uvicorn.Config(demo.app(), log_level="warning", timeout_graceful_shutdown=2, lifespan="off"))
+        server = uvicorn.Server(
+            uvicorn.Config(demo.app(config.host), log_level="warning", timeout_graceful_shutdown=2, lifespan="off")
+        )
         try:
             server.run(sockets=[listening])
         finally:

@@ -332,7 +332,7 @@ class Engine:
         if self._hidden:
             num_draft_cached = self._guard.start(request)
             if request.may_draft and request.num_draft_tokens is None:
-                num_recomputed = max(self.runner.num_cached(token_ids) - num_draft_cached, 0)
+                num_recomputed = max(self.runner.num_cached(request.request_id, token_ids) - num_draft_cached, 0)
                 request.may_draft = self.policy.start(request, len(self.scheduler.running), num_draft_cached, num_recomputed)
             limit = num_draft_cached if request.may_draft else None
         if request.scores_prompt:

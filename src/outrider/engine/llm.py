@@ -229,14 +229,15 @@ class LLM:
             token_ids = [bos]
         return as_token_ids(token_ids, self.runner.vocab_size)
 
-    def requests_for(self, token_ids: Sequence[int], params: SamplingParams) -> list[Request]:
-        """Return the requests of one prompt and its ``n`` samples, each with its own seed."""
+    def requests_for(self, token_ids: Sequence[int], params: SamplingParams, owner: str = "") -> list[Request]:
+        """Return the requests of one prompt and its ``n`` samples, each with its own seed. ``owner``: see ``owner_of``."""
         seed = params.seed if params.seed is not None else random.SystemRandom().getrandbits(63)
-        return [self._request(token_ids, params, (seed + i * SEED_STRIDE) % 2**64) for i in range(params.n)]
+        return [self._request(token_ids, params, (seed + i * SEED_STRIDE) % 2**64, owner) for i in range(params.n)]
 
-    def _request(self, token_ids: Sequence[int], params: SamplingParams, seed: int) -> Request:
+    def _request(self, token_ids: Sequence[int], params: SamplingParams, seed: int, owner: str) -> Request:
         matcher = None if params.grammar is None else params.grammar.matcher()
-        return Request(f"r{next(self._ids)}", list(token_ids), len(token_ids), params, seed, matcher)
+        name = f"r{next(self._ids)}"
+        return Request(f"{owner}/{name}" if owner else name, list(token_ids), len(token_ids), params, seed, matcher)
 
     def close(self) -> None:
         """Abort all requests and free the models. Only ``stats`` remain available."""

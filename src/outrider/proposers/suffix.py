@@ -12,15 +12,16 @@ counting in all contexts of a token takes O(n) in the worst case.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from outrider.options import number, option, whole
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import TextDrafts
-from outrider.types import Context, OutriderError, Proposal, Request
+from outrider.types import Context, OutriderError, Proposal, Request, owner_of
 
 END = -1  # separator after each earlier text: not a token, so no match or draft crosses it
 ROOT = 0
@@ -36,7 +37,9 @@ class SuffixConfig(MethodConfig):
     drafts_per_match: float = option(number(above=0, at_most=1000), 2.0, "Maximum number of drafts per matched token.")
     min_prob: float = option(number(0, 1), 0.1, "Minimum probability of the whole draft, estimated from counts.")
     earlier_tokens: int = option(
-        whole(0), 0, f"Tokens of earlier requests to store, prompts and outputs; 0: none, otherwise at least {2 * NUM_BLOCKS}."
+        whole(0),
+        0,
+        f"Tokens of each client's earlier requests to store, with outputs; 0: none, otherwise at least {2 * NUM_BLOCKS}.",
     )
 
     def __post_init__(self) -> None:
@@ -235,14 +238,14 @@ class SuffixProposer(Proposer):
         self._indexes: dict[str, _RequestIndex] = {}
 
     @property
-    def memory(self) -> EarlierTexts | None:
-        """Texts of earlier requests; None if not enabled."""
+    def memory(self) -> defaultdict[str, EarlierTexts] | None:
+        """Texts of earlier requests, by their owner; None if not enabled."""
         return self._earlier
 
     @memory.setter
-    def memory(self, known: EarlierTexts | None) -> None:
+    def memory(self, known: defaultdict[str, EarlierTexts] | None) -> None:
         size = self._config.earlier_tokens
-        self._earlier = known if known is not None or not size else EarlierTexts(size)
+        self._earlier = known if known is not None or not size else defaultdict(partial(EarlierTexts, size))
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         """Store the requests' own token lists; in a round with forced tokens, ``propose`` is given copies."""
@@ -264,7 +267,7 @@ class SuffixProposer(Proposer):
         if self._earlier is not None:
             for request_id in request_ids:
                 if request_id in self._indexes:
-                    self._earlier.add(self._indexes[request_id].token_ids)
+                    self._earlier[owner_of(request_id)].add(self._indexes[request_id].token_ids)
         self.release(request_ids)
 
     def _index(self, request: Request) -> _RequestIndex:
@@ -274,7 +277,8 @@ class SuffixProposer(Proposer):
 
     def _drafts(self, request: Request, k: int) -> list[int]:
         index = self._index(request)
-        index.catch_up(request.token_ids, self._earlier.blocks if self._earlier is not None else ())
+        blocks = self._earlier[owner_of(request.request_id)].blocks if self._earlier is not None else ()
+        index.catch_up(request.token_ids, blocks)
         match, config = index.longest(), self._config
         if match.length < config.min_match:
             return []

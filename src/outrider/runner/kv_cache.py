@@ -19,7 +19,7 @@ from transformers import Cache
 
 from outrider.runner import attention, recurrence
 from outrider.runner.state_cache import NO_STATES, StateCache, StateShapes, grouped
-from outrider.types import OutriderError
+from outrider.types import OutriderError, owner_of
 
 MIN_SHARED_PREFIX = 16  # minimum common prefix worth reusing, in tokens
 TEMPORARY = itertools.count()  # numbers of temporary rows
@@ -119,6 +119,13 @@ class PassThrough(Cache):
         raise OutriderError(INDEXED)
 
 
+class _Kept(NamedTuple):
+    """Row of a finished request."""
+
+    owner: str
+    token_ids: list[int]
+
+
 class KVCache(PassThrough):
     """Keys and values of up to ``rows`` requests under transformers' ``Cache`` interface.
 
@@ -145,7 +152,7 @@ class KVCache(PassThrough):
         self.lookahead = 0  # tokens after its own that an entry depends on, in the caches of heads that read the next token
         self._row_of: dict[str, int] = {}
         self._texts: dict[str, Sequence[int]] = {}  # token lists of requests with a row, if rows are kept
-        self._kept: dict[int, list[int]] = {}  # row of a finished request -> its tokens, least recently used first
+        self._kept: dict[int, _Kept] = {}  # row of a finished request -> its tokens, least recently used first
         self.states = StateCache(shape.states, max_drafts, device)
         bytes_per_slot = max(1, shape.floats_per_token * dtype.itemsize)
         self._state_slots = -(-self.row_bytes(0) // bytes_per_slot)  # a row's states, in slots
@@ -217,13 +224,13 @@ class KVCache(PassThrough):
     # -- common prefixes ------------------------------------------------------------------------------------------------------
 
     def row_for(self, request_id: str, text: Sequence[int], limit: int | None = None) -> int:
-        """Return the request's row; a new request starts with the longest cached prefix of any row, ``limit`` at most."""
+        """Return the request's row; a new one starts with the longest cached prefix (see ``longest_prefix``)."""
         if not self.keeps_prefixes:
             return self.row(request_id)
         if request_id in self._row_of:
             self._texts[request_id] = text
             return self._row_of[request_id]
-        row, length = self.longest_prefix(text, limit)
+        row, length = self.longest_prefix(request_id, text, limit)
         self.num_looked_up += len(text)
         if row is None:
             found = self.row(request_id)
@@ -240,18 +247,24 @@ class KVCache(PassThrough):
             text, row = self._texts.get(request_id), self._row_of.get(request_id)
             if text is not None and row is not None and self.cached_lens[row] >= MIN_SHARED_PREFIX:
                 del self._row_of[request_id]
-                self._kept[row] = list(text[: self.cached_lens[row] + self.lookahead])
+                self._kept[row] = _Kept(owner_of(request_id), list(text[: self.cached_lens[row] + self.lookahead]))
         self.release(request_ids)
 
-    def longest_prefix(self, text: Sequence[int], limit: int | None = None) -> tuple[int | None, int]:
-        """Return the row that shares the longest cached prefix with ``text``, its last token excluded, and the prefix's length.
+    def longest_prefix(self, request_id: str, text: Sequence[int], limit: int | None = None) -> tuple[int | None, int]:
+        """Return the row of the request's owner that shares the longest cached prefix with ``text``, and the prefix's length.
 
-        (None, 0) if it is shorter than ``MIN_SHARED_PREFIX``; ``limit``: the longest to use.
+        The last token of ``text`` is excluded. (None, 0) if the prefix is shorter than ``MIN_SHARED_PREFIX``.
+
+        ``limit``: the longest to use.
         """
         ahead = self.lookahead
         most_in_common = len(text) - 1 if limit is None else min(len(text) - 1, limit + ahead)
-        held: list[tuple[int, Sequence[int]]] = [*self._kept.items()]
-        held += [(self._row_of[name], known) for name, known in self._texts.items() if name in self._row_of]
+        owner = owner_of(request_id)
+        held: list[tuple[int, Sequence[int]]] = [
+            (row, kept.token_ids) for row, kept in self._kept.items() if kept.owner == owner
+        ]
+        own = [(name, known) for name, known in self._texts.items() if owner_of(name) == owner]
+        held += [(self._row_of[name], known) for name, known in own if name in self._row_of]
         best, longest = None, MIN_SHARED_PREFIX - 1
         for row, known in held:
             most = min(len(known), self.cached_lens[row] + ahead, most_in_common)
@@ -263,7 +276,7 @@ class KVCache(PassThrough):
     def _claim_row(self, request_id: str, source: int, length: int) -> int:
         """Return a row for a request that shares a prefix with another row: that row itself if no other is free."""
         known = self._kept.get(source)
-        if known is not None and (length + self.lookahead == len(known) or not (self._free or self._grow_rows())):
+        if known is not None and (length + self.lookahead == len(known.token_ids) or not (self._free or self._grow_rows())):
             del self._kept[source]
             self._row_of[request_id] = source
             return source

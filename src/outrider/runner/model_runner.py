@@ -233,9 +233,9 @@ class ModelRunner:
         """Start a new request from the longest cached prefix, ``limit`` tokens at most. Return its length."""
         return self.cache.cached_lens[self.cache.row_for(request_id, text, limit)]
 
-    def num_cached(self, text: Sequence[int]) -> int:
-        """Return the length of the longest cached prefix that a new request with this text could start from."""
-        return self.cache.longest_prefix(text)[1]
+    def num_cached(self, request_id: str, text: Sequence[int]) -> int:
+        """Return the length of the longest cached prefix that a new request could start from."""
+        return self.cache.longest_prefix(request_id, text)[1]
 
     @torch.inference_mode()
     def prefill(self, request_ids: Sequence[str], sequences: Sequences, hidden: tuple[int, ...] = ()) -> list[bool]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from outrider import __version__
 from outrider.options import shown
@@ -26,6 +28,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "The request is invalid; the message says why.",
         401: "The API key is missing or unknown.",
+        403: "The host is not that of this server.",
         404: "The model is not served here.",
         408: "The body did not arrive in time.",
         413: "The body is too large.",
@@ -36,6 +39,30 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         504: "The answer took too long.",
     }.items()
 }
+
+
+Handler = Callable[[Any, Request], Awaitable[Response]]
+
+
+class Deferred(Response):
+    """Response that is computed after FastAPI's own handler has returned, which holds a body's bytes and JSON until then."""
+
+    def __init__(self, handler: Handler, given: Any, http: Request) -> None:
+        super().__init__()
+        self._handler, self._given, self._http = handler, given, http
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del self._http._body, self._http._json  # kept by starlette as long as the answer takes
+        response = await self._handler(self._given, self._http)
+        await response(scope, receive, send)
+
+
+def _deferred(handler: Handler) -> Handler:
+    @wraps(handler)
+    async def defer(body: Any, http: Request) -> Response:
+        return Deferred(handler, body, http)
+
+    return defer
 
 
 def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
@@ -58,7 +85,7 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.service = service
-    handlers: dict[str, Callable[..., Awaitable[Response]]] = {
+    handlers: dict[str, Handler] = {
         "/v1/chat/completions": service.chat,
         "/v1/responses": service.responses,
         "/v1/messages": service.messages,
@@ -69,7 +96,7 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
     }
     app.state.routes = f"POST {', '.join(handlers)}, or GET /v1/models"
     for path, handler in handlers.items():
-        app.add_api_route(path, handler, methods=["POST"], responses=REFUSALS, response_model=None)
+        app.add_api_route(path, _deferred(handler), methods=["POST"], responses=REFUSALS, response_model=None)
     _add_states(app, service)
     for kind in (OutriderError, RequestValidationError, HTTPException, TimeoutError):
         app.add_exception_handler(kind, _on_error)

@@ -321,7 +321,7 @@ class EngineBridge:
                 try:
                     self.llm.engine.add(request, group[0].request_id if i else None, client.queue_key, client.priority)
                     self._in_engine.add(request.request_id)
-                except Exception as error:
+                except BaseException as error:  # also a panic in a Rust library, as of the tokenizer
                     logger.exception("request %s was not accepted", request.request_id)
                     refused.append(error_emission(request.request_id, error))
         self._send(refused)
@@ -331,7 +331,7 @@ class EngineBridge:
         for request_id in request_ids:
             try:
                 self.llm.engine.abort(request_id)
-            except Exception:
+            except BaseException:
                 logger.exception("request %s was not ended cleanly", request_id)
 
     def _send(self, emissions: Sequence[Emission]) -> None:

@@ -35,7 +35,8 @@ def plain_json(text: str, dialect: Mapping[str, Any]) -> str:
     keys = [r"(?<![\w.-])([\w.-]+)(?=\s{0,8}:)"] if dialect.get("unquoted_keys") else []
     if not strings and not keys:
         return text
-    pattern = "|".join([*strings, r'"(?:[^"\\]|\\.)*"', *keys, *(rf"\b{name}\b" for name in PYTHONIC)])
+    # A string that is not closed is consumed, too: the search would begin again at each of its escaped quotes.
+    pattern = "|".join([*strings, r'"(?:[^"\\]|\\(?s:.))*+"?', *keys, *(rf"\b{name}\b" for name in PYTHONIC)])
     return re.sub(pattern, lambda match: json.dumps(match[match.lastindex]) if match.lastindex else _plain(match[0]), text)
 
 

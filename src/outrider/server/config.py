@@ -9,10 +9,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from outrider.errors import OutriderError, errors_as, without_path
-from outrider.options import INT32, LIMITS, LISTEN, PATH, CheckedOptions, number, option, text, whole
+from outrider.options import INT32, LIMITS, LISTEN, PATH, CheckedOptions, number, option, shown, text, whole
 
 KEYS_VARIABLE = "OUTRIDER_API_KEYS"
 COUNT, POSITIVE = whole(1, INT32), number(above=0)
@@ -74,6 +76,30 @@ class Client:
 ANYONE = Client()
 
 
+def host_error(listening: str, header: str | None) -> str | None:
+    """Return why a request without an API key is refused because of its header ``Host``, or None.
+
+    A page of a name that resolves to this machine (DNS rebinding) must not reach a server that listens on a loopback address.
+    A client without the header is no browser.
+    """
+    if not header or not _is_loopback(listening):
+        return None
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+    except ValueError:  # brackets without an address
+        name = ""
+    if _is_loopback(name):
+        return None
+    return f"unknown host {shown(header)}: expected localhost or a loopback address: set --host or API keys for other names"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class KeyRing:
     """API keys, stored as digests; without keys, everyone has access."""
 
@@ -99,19 +125,20 @@ class KeyRing:
         """Read lines ``KEY [NAME [PRIORITY]]`` from a file, or comma-separated entries from ``OUTRIDER_API_KEYS``.
 
         Keys with the same name are one client; a key without a name is a separate client. Raises ``OutriderError`` for a
-        malformed line, and for a file without keys.
+        malformed entry, and for a file or a variable without keys.
         """
-        if file is None:
-            entries = os.environ.get(KEYS_VARIABLE, "").split(",")
-            return cls([_entry(entry, number, KEYS_VARIABLE) for number, entry in enumerate(entries, 1) if entry.strip()])
-        with errors_as(f"cannot read the API keys: {file}", OSError, UnicodeDecodeError, detail=without_path):
-            lines = file.read_text(encoding="utf-8-sig").splitlines()
-        numbered = [
-            (number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")
-        ]
-        if not numbered:
-            raise OutriderError(f"{file} contains no API key: expected one KEY [NAME [PRIORITY]] per line")
-        return cls([_entry(line, number, str(file)) for number, line in numbered])
+        if file is not None:
+            source, separator = str(file), "line"
+            with errors_as(f"cannot read the API keys: {file}", OSError, UnicodeDecodeError, detail=without_path):
+                entries = ["" if line.lstrip().startswith("#") else line for line in file.read_text("utf-8-sig").splitlines()]
+        elif given := os.environ.get(KEYS_VARIABLE):
+            source, separator, entries = KEYS_VARIABLE, "comma-separated entry", given.split(",")
+        else:
+            return cls()
+        keys = [_entry(entry, number, source) for number, entry in enumerate(entries, 1) if entry.strip()]
+        if not keys:
+            raise OutriderError(f"{source} contains no API key: expected one KEY [NAME [PRIORITY]] per {separator}")
+        return cls(keys)
 
 
 def _entry(line: str, number: int, source: str) -> tuple[str, Client]:

@@ -19,22 +19,26 @@ LOG_INTERVAL = 60.0  # seconds between two log messages about connections that c
 class TimedProtocol(H11Protocol):
     """uvicorn's HTTP protocol with timeouts. ``state["arrived"]`` of each call is the time of its first byte."""
 
-    def __init__(self, *args: Any, header_timeout: float, idle_timeout: float, **options: Any) -> None:
+    def __init__(self, *args: Any, header_timeout: float, idle_timeout: float, max_connections: int, **options: Any) -> None:
         """``header_timeout``: seconds from a connection, or a call's first byte, to the end of the call's headers.
 
         ``idle_timeout``: maximum seconds between two calls, or with a response that the client does not read.
+        ``max_connections``: of the server; further ones are closed at once.
         """
         super().__init__(*args, **options)
         self.app_state = dict(self.app_state)  # a copy for this connection
         self.timeout_keep_alive: float = idle_timeout  # type: ignore[assignment]
-        self._header_timeout, self._idle_timeout = header_timeout, idle_timeout
+        self._header_timeout, self._idle_timeout, self._max_connections = header_timeout, idle_timeout, max_connections
         self._arrived: float | None = None  # time of the first byte of a call with incomplete headers
         self._headers_due: asyncio.TimerHandle | None = None
         self._reading_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_headers()
+        if len(self.connections) > self._max_connections:
+            transport.abort()
+        else:
+            self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
         if self._arrived is None:

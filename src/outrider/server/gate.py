@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
+from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig, host_error
 from outrider.server.message_events import error_of
 
 logger = logging.getLogger("outrider.server")
@@ -27,6 +27,7 @@ GUARDED = ("/v1/", "/tokenize", "/detokenize", "/openapi.json")  # beginnings of
 UNKNOWN_KEY = "missing or unknown API key: send Authorization: Bearer <key>, or x-api-key: <key>"
 DISCARD_FACTOR = 4  # the body of a refused call is read up to this multiple of the size limit
 MESSAGES = "/v1/messages"  # beginning of the paths of Anthropic's API, whose errors have its format
+MAX_LOGGED = 200  # characters of a path in the log
 CLOSED = 499  # the client disconnected (nginx's code)
 
 
@@ -92,7 +93,7 @@ class Gate:
             facts = {
                 "request_id": call.request_id,
                 "method": scope["method"],
-                "path": scope["path"],
+                "path": scope["path"][:MAX_LOGGED],
                 "status": status or CLOSED,
                 "client": call.client.name,
                 "seconds": round(monotonic() - call.arrived, 4),
@@ -103,6 +104,9 @@ class Gate:
 
     def _refusal(self, path: str, headers: Headers, call: Call, address: tuple[str, int] | None) -> Response | None:
         """Return the response to a call that is refused, or None."""
+        unknown_host = None if len(self._keys) else host_error(self._config.host, headers.get("host"))
+        if unknown_host is not None:
+            return _error(path, call, 403, unknown_host, code="unknown_host")
         if path.startswith(GUARDED):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             key = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
@@ -172,4 +176,4 @@ class JsonLines(logging.Formatter):
         line |= getattr(record, "facts", {})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return json.dumps(line)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from time import thread_time
 from typing import TYPE_CHECKING, Any
@@ -108,7 +108,8 @@ class Grammars:
         self._in_memory: WeakKeyDictionary[TokenGrammar, str] = WeakKeyDictionary()  # -> queue key of its first client
         self._refused: OrderedDict[str, str] = OrderedDict()  # -> reason
         self._under_way: dict[str, tuple[asyncio.Task[TokenGrammar], str]] = {}  # -> task, queue key of its first client
-        limits = {"seconds": config.schema_timeout, "memory": int(config.worker_memory * 2**30), "nice": 10, "for_texts": False}
+        self._max_bytes = int(config.worker_memory * 2**30)  # of all grammars, as of one in a worker
+        limits = {"seconds": config.schema_timeout, "memory": self._max_bytes, "nice": 10, "for_texts": False}
         self.pool = WorkerPool("compile a JSON schema", {**(data or {}), **limits}, config.workers, eager=False)
 
     async def get(self, schema: dict[str, Any] | None, client: Client, preamble: Preamble | None = None) -> TokenGrammar:
@@ -149,12 +150,23 @@ class Grammars:
         if num_free <= 0 or exceeds_share(client.queue_key, holders.count(client.queue_key), num_free):
             raise Busy(1)
 
+    def _check_memory(self, client: Client, num_bytes: int) -> None:
+        """Raise ``Busy`` if a grammar does not fit in the memory of all, or in this client's share of it."""
+        held = Counter({client.queue_key: num_bytes})
+        for grammar, queue_key in self._in_memory.items():
+            held[queue_key] += grammar.num_bytes
+        num_free = self._max_bytes - held.total()
+        if num_free < 0 or exceeds_share(client.queue_key, held[client.queue_key], num_free):
+            raise Busy(1)
+
     async def _made(self, key: str, text: str, preamble: Preamble | None, client: Client) -> TokenGrammar:
         try:
             # The first grammar waits for the start of a worker and for the table: both at once.
             table = self._in_compiler_thread(self._compiler.table)
-            await asyncio.gather(self.pool.do({"schema": text}, len(text), client), table)
+            answer, _ = await asyncio.gather(self.pool.do({"schema": text}, len(text), client), table)
+            self._check_memory(client, answer["bytes"])
             grammar: TokenGrammar = await self._in_compiler_thread(lambda: self._compiler.compiled(text, preamble))
+            grammar.num_bytes = num_bytes
         except (Busy, Stopping):
             raise
         except OutriderError as error:
@@ -165,9 +177,13 @@ class Grammars:
         new = [each for each, kept in self._kept.items() if not kept.is_reused]
         for each in new[:-MAX_NEW]:
             del self._kept[each]
-        while len(self._kept) > MAX_CACHED or (len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_KEPT):
+        while len(self._kept) > MAX_CACHED or (len(self._kept) > 1 and self._kept_too_much()):
             self._kept.popitem(last=False)
         return grammar
+
+    def _kept_too_much(self) -> bool:
+        num_bytes = sum(grammar.num_bytes for grammar in self._kept.values())
+        return sum(map(len, self._kept)) > MAX_KEPT or num_bytes > self._max_bytes // 2
 
     def _remember_refusal(self, key: str, why: str) -> None:
         self._refused[key] = why
@@ -183,6 +199,7 @@ class TokenGrammar:
         self.refusal: str | None = None  # reason why an output failed; later requests with this grammar are refused
         self.is_reused = False  # requested more than once
         self.num_outputs = 0
+        self.num_bytes = 0  # of memory, as a worker measured
 
     def __deepcopy__(self, memo: object) -> TokenGrammar:
         return self  # shared anyway, and llguidance's matcher cannot be pickled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -67,7 +68,7 @@ def typed(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, 
 def _typed(text: str, types: set[str]) -> Any:
     stripped = text.strip()
     try:
-        value = json.loads(PYTHONIC.get(stripped, stripped), parse_constant=_refuse)
+        value = json.loads(PYTHONIC.get(stripped, stripped), parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return text
     if isinstance(value, str):  # models write strings without quotes: these are part of the text
@@ -80,6 +81,11 @@ def _typed(text: str, types: set[str]) -> Any:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)  # too large: JSON has no infinity
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:

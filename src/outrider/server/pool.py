@@ -22,7 +22,7 @@ from typing import Any
 from outrider.engine.queue import FairQueue
 from outrider.errors import first_line
 from outrider.server.bridge import Busy, Stopping
-from outrider.server.config import Client
+from outrider.server.config import KEYS_VARIABLE, Client
 from outrider.server.worker import SLOWDOWN, Job, in_line
 from outrider.types import OutriderError
 
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 # -I: import from the server's own sys.path, whatever the working directory and the environment are.
 COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from outrider.server.worker import main; main()"
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+SECRETS = (KEYS_VARIABLE, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # workers process texts of clients, and need none of these
 START_SECONDS = 60.0  # until a process must be ready, even on a busy machine
 MAX_ANSWER = 1 << 30  # bytes of an answer
 RETRY_SECONDS = 1.0  # seconds before the next attempt after a process failed to start
@@ -49,6 +50,8 @@ class _Task:
     """A waiting or running job."""
 
     job: Job
+    client: Client
+    cost: float
     pushed: float
     result: asyncio.Future[Job]
     is_repeated: bool = False
@@ -76,13 +79,14 @@ class Worker:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            env=os.environ | ENVIRONMENT,
+            env={name: value for name, value in os.environ.items() if name not in SECRETS} | ENVIRONMENT,
             limit=MAX_ANSWER,
             start_new_session=True,  # Ctrl-C must reach only the server
         )
         worker = cls(process)
         try:
-            failed = (await asyncio.wait_for(worker.answer(setup), START_SECONDS)).get("failed")
+            async with asyncio.timeout(START_SECONDS):  # wait_for may lose a cancellation, which would delay the shutdown
+                failed = (await worker.answer(setup)).get("failed")
             if failed is not None:
                 raise OSError(failed)
         except BaseException:
@@ -122,7 +126,8 @@ class WorkerPool:
         self._job_added = asyncio.Event()
         self._runners: list[asyncio.Task[None]] = []
         self._last_progress = 0.0  # when a job or a process was last started
-        self._start_error: str | None = None  # reason why no process starts
+        self._num_ready = 0  # running processes
+        self._start_error: str | None = None  # reason why the last process did not start
 
     def start(self) -> None:
         self._runners = [asyncio.create_task(self._run()) for _ in range(self._size)]
@@ -138,7 +143,9 @@ class WorkerPool:
     @property
     def start_error(self) -> str | None:
         """One-line reason why no job can run, or None."""
-        return self._start_error and f"cannot start a process to {self._what}: {self._start_error}"
+        if self._num_ready or self._start_error is None:
+            return None
+        return f"cannot start a process to {self._what}: {self._start_error}"
 
     @property
     def stalled_seconds(self) -> float:
@@ -154,9 +161,8 @@ class WorkerPool:
         """
         if self.start_error is not None:
             raise Stopping(self.start_error)
-        task = _Task(job, monotonic(), asyncio.get_running_loop().create_future())
-        self._waiting.push(task, client.queue_key, client.priority, cost=cost)
-        self._job_added.set()
+        task = _Task(job, client, cost, monotonic(), asyncio.get_running_loop().create_future())
+        self._push(task)
         try:
             answer = await task.result
         finally:
@@ -165,34 +171,42 @@ class WorkerPool:
             raise OutriderError(answer["refused"])
         return answer
 
+    def _push(self, task: _Task) -> None:
+        self._waiting.push(task, task.client.queue_key, task.client.priority, task.cost)
+        self._job_added.set()
+
     async def _run(self) -> None:
         """Run jobs in one process at a time; replace a process that is killed."""
-        task = None
+        while True:
+            if not self._eager:
+                await self._wait_for_job()
+            worker = await self._started()
+            self._num_ready += 1
+            try:
+                while await self._do_next(worker):
+                    pass
+            finally:
+                self._num_ready -= 1
+                await worker.kill()
+
+    async def _do_next(self, worker: Worker) -> bool:
+        """Run the next job. Return whether the process can run another one."""
+        task = await self._next()
         try:
-            while True:
-                if not self._eager and task is None:
-                    await self._wait_for_job()
-                worker = await self._started(task)
-                if task is not None and task.result.done():  # it has failed meanwhile, or its caller was cancelled
-                    task = None
-                try:
-                    while True:
-                        task = task or await self._next()
-                        task.end(await asyncio.wait_for(worker.answer(task.job), SLOWDOWN * self._setup["seconds"]))
-                        task = None
-                except (TimeoutError, WorkerLost) as error:
-                    assert task is not None
-                    task = self._job_to_retry(task, error)
-                except Exception as error:  # such as an answer that is not JSON: it must not end this runner
-                    logger.exception("a process to %s failed", self._what)
-                    if task is not None:
-                        task.end(error)
-                    task = None
-                finally:
-                    await worker.kill()
-        finally:
-            if task is not None:
-                task.result.cancel()
+            async with asyncio.timeout(SLOWDOWN * self._setup["seconds"]):
+                answer = await worker.answer(task.job)
+        except asyncio.CancelledError:
+            task.result.cancel()
+            raise
+        except (TimeoutError, WorkerLost) as error:
+            self._retry_or_end(task, error)
+            return False
+        except Exception as error:  # such as an answer that is not JSON: it must not end this runner
+            logger.exception("a process to %s failed", self._what)
+            task.end(error)
+            return False
+        task.end(answer)
+        return True
 
     async def _wait_for_job(self) -> None:
         while not len(self._waiting):
@@ -206,8 +220,8 @@ class WorkerPool:
         self._last_progress = monotonic()
         return task
 
-    async def _started(self, task: _Task | None) -> Worker:
-        """Start a process, with retries. After a failure, ``task`` and all waiting jobs end with ``Stopping``."""
+    async def _started(self) -> Worker:
+        """Start a process, with retries. After a failure, all waiting jobs end with ``Stopping`` if no other process runs."""
         while True:
             try:
                 worker = await Worker.start(self._setup)
@@ -216,25 +230,28 @@ class WorkerPool:
                 if self._start_error is None:
                     logger.error("cannot start a process to %s: %s", self._what, reason)
                 self._start_error = reason
-                for each in [*self._waiting, *([] if task is None else [task])]:
-                    each.end(Stopping(self.start_error or ""))
+                if self.start_error is not None:
+                    for task in list(self._waiting):
+                        self._waiting.remove(task)
+                        task.end(Stopping(self.start_error))
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 self._start_error, self._last_progress = None, monotonic()
                 return worker
 
-    def _job_to_retry(self, task: _Task, error: WorkerLost | TimeoutError) -> _Task | None:
-        """Return the job if it should run again after its process was lost; otherwise end it with an error."""
+    def _retry_or_end(self, task: _Task, error: WorkerLost | TimeoutError) -> None:
+        """Queue a job again after its process was lost for no fault of its own; otherwise end it with an error."""
         if isinstance(error, WorkerLost) and error.code == -signal.SIGKILL and not task.is_repeated:
             logger.warning("a process to %s was killed: retrying its job", self._what)
             task.is_repeated = True
-            return task
+            if not task.result.done():  # its caller waits
+                self._push(task)
+            return
         seconds = self._setup["seconds"]
         if isinstance(error, TimeoutError) or error.code == -signal.SIGALRM:  # waited for the processor: not the job's fault
             logger.warning("a process to %s was killed: a job waited too long for the processor", self._what)
             task.end(Busy(math.ceil(seconds)))
-            return None
+            return
         limit = f"{seconds:g} s" if error.code == -signal.SIGPROF else f"{self._setup['memory'] >> 20} MiB of memory"
         logger.warning("a process to %s was killed: a job exceeded %s", self._what, limit)
         task.end(OutriderError(f"cannot {self._what} within {limit}: send a smaller one"))
-        return None

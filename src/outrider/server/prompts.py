@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.engine.config import eos_token_ids
 from outrider.engine.prompts import check_takes_tools, template_of
-from outrider.engine.templates import as_read_by, variables_for
 from outrider.errors import OutriderError, PromptTooLong
 from outrider.server.pool import WorkerPool
 
@@ -109,8 +108,7 @@ class Prompts:
             return [await self._in_helper_thread(lambda: self._llm.chat_prompt(messages, tools, variables))]
         if tools:
             check_takes_tools(template)
-        read, variables = as_read_by(template, messages), variables_for(template, variables)
-        job = {"messages": read, "tools": list(tools), "variables": variables}
+        job = {"messages": messages, "tools": list(tools), "variables": variables}
         return await self._tokenised(job, num_characters, client)
 
     async def text(self, token_ids: Sequence[int]) -> str:

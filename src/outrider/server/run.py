@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import socket
 import sys
 import threading
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("outrider.server")
 
+RESERVED_FILES = 128  # descriptors that are not for connections
 CLOSING = 3.0  # seconds of the grace reserved for closing connections and stopping threads and processes
 
 
@@ -114,11 +116,19 @@ def listen(host: str, port: int) -> socket.socket:
         raise OutriderError(f"cannot listen on {host} port {port} ({why}): choose another --port or --host") from None
 
 
+def most_connections() -> int:
+    """Return the number of connections that leave descriptors of this process for its files and workers."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(limit - RESERVED_FILES, limit // 2)
+
+
 def connections(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
-    """Return uvicorn's configuration: no access log, and limits on headers and connection times."""
+    """Return uvicorn's configuration: no access log, and limits on headers, connections and their times."""
+    times = {"header_timeout": config.header_timeout, "idle_timeout": config.idle_timeout}
+    protocol = partial(TimedProtocol, max_connections=most_connections(), **times)
     return uvicorn.Config(
         app,
-        http=cast("Any", partial(TimedProtocol, header_timeout=config.header_timeout, idle_timeout=config.idle_timeout)),
+        http=cast("Any", protocol),
         ws="none",
         log_config=None,
         access_log=False,

@@ -90,7 +90,7 @@ def check(matcher: LLMatcher) -> None:
         raise unsupported(_in_short(matcher.get_error()))
 
 
-def try_out(table: LLTokenizer, schema: str) -> None:
+def try_out(table: LLTokenizer, schema: str) -> LLMatcher:
     """Compile a schema and generate the first tokens of an output. Raises ``OutriderError`` if that fails or is too slow."""
     matcher = compiled(table, schema)
     for _ in range(NUM_TRIED):
@@ -101,8 +101,9 @@ def try_out(table: LLTokenizer, schema: str) -> None:
             raise unsupported(SLOW)
         token = mask.find(b"\xc8")  # first allowed token
         if token < 0 or matcher.is_stopped() or not matcher.try_consume_tokens([token]):
-            return
+            break
         check(matcher)
+    return matcher
 
 
 def _in_short(error: str) -> str:

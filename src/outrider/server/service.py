@@ -48,6 +48,7 @@ Conversion = Callable[[Client], Coroutine[Any, Any, dict[str, Any]]]
 DONE = b"data: [DONE]\n\n"
 # ASCII, because some clients split the lines of a stream at characters such as U+2028, too.
 COMPACT = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+MAX_TOTAL_LOGPROBS = 1 << 22  # of a call, in all: each takes about 100 bytes, and as many in the answer
 PING_INTERVAL = 15.0  # seconds without an event after which a stream gets a ping: proxies close silent connections
 NO_RETRY = {"x-should-retry": "false"}  # otherwise OpenAI's and Anthropic's clients send the request again
 
@@ -208,7 +209,7 @@ class Service:
             if prepared is None:
                 return Response(status_code=CLOSED)
             prompts, params = prepared
-            samples = self._samples(body, prompts, params, answer)
+            samples = self._samples(body, prompts, params, answer, call.client.name)
             stream = self.bridge.submit(samples, deadline, call.client)
         self.metrics.accepted(prompts)
         if self._record is not None:
@@ -229,14 +230,28 @@ class Service:
             await self._in_helper_thread(self._tokens.load)
         return prompts, params
 
+    def _check_logprobs(self, prompts: list[list[int]], params: SamplingParams, scores_prompts: bool) -> None:
+        """Raise ``OutriderError`` if the answer may contain more log-probabilities than the server holds for a call."""
+        if params.logprobs is None:
+            return
+        context, num_tokens = self.llm.runner.max_len, sum(map(len, prompts)) if scores_prompts else 0
+        num_tokens += params.n * sum(min(params.max_tokens, context - len(prompt)) for prompt in prompts)
+        count = num_tokens * (params.logprobs + 1)
+        if count > MAX_TOTAL_LOGPROBS:
+            raise OutriderError(
+                f"too many log-probabilities: {num_tokens} tokens with {params.logprobs + 1} each: expected at most "
+                f"{MAX_TOTAL_LOGPROBS} in a call: lower max_tokens, the number of sequences or of log-probabilities"
+            )
+
     def _samples(
-        self, body: SamplingFields, prompts: list[list[int]], params: SamplingParams, answer: Answer
+        self, body: SamplingFields, prompts: list[list[int]], params: SamplingParams, answer: Answer, owner: str
     ) -> list[list[EngineRequest]]:
         """Create the requests of each prompt and add their choices. Raises ``OutriderError`` for requests that cannot run."""
+        self._check_logprobs(prompts, params, answer.scores_prompts)
         num_drafts = body.num_drafts(self.llm.proposer.name)
         samples: list[list[EngineRequest]] = []
         for index, prompt in enumerate(prompts):
-            group = self.llm.requests_for(prompt, params)
+            group = self.llm.requests_for(prompt, params, owner)
             for sample, request in enumerate(group):
                 request.num_draft_tokens, request.delimiters = num_drafts, answer.delimiters
                 request.scores_prompt = answer.scores_prompts and sample == 0

@@ -9,6 +9,7 @@ This module does not import torch; it imports transformers only for chat templat
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -67,13 +68,16 @@ class Workbench:
             from outrider.server.schemas import try_out
 
             assert self._table is not None
-            try_out(self._table, job["schema"])
-            return {}
+            before = used_memory()
+            matcher = try_out(self._table, job["schema"])
+            num_bytes = used_memory() - before
+            del matcher
+            return {"bytes": num_bytes}
         except MemoryError:
             raise
         except OutriderError as error:
             return {"refused": str(error)}
-        except Exception as error:
+        except BaseException as error:  # also a panic in a Rust library
             return {"refused": f"{type(error).__name__}: {error}"}
 
     def _encode(self, texts: list[str], max_tokens: int, add_special_tokens: bool) -> Job:
@@ -88,15 +92,29 @@ class Workbench:
     def _render(self, messages: list[Job], tools: list[Any] | None, variables: Job) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        from outrider.engine.templates import as_read_by, variables_for
+
         template = self._setup["tool_template" if tools else "template"]
-        options = {"chat_template": template, **self._setup["special_tokens"], "add_generation_prompt": True, **variables}
+        options = {"chat_template": template, **self._setup["special_tokens"], "add_generation_prompt": True}
+        options |= variables_for(template, variables)
         try:
-            rendered: Any = render_jinja_template([messages], tools=tools or None, **options)
+            rendered: Any = render_jinja_template([as_read_by(template, messages)], tools=tools or None, **options)
         except MemoryError:
             raise
         except Exception as error:
             raise OutriderError(f"the chat template rejects these messages: {str(error).strip()[:300]}") from error
         return str(rendered[0][0])
+
+
+def used_memory() -> int:
+    """Return the resident bytes of this process, with glibc without those that were freed; 0 if ``/proc`` is not available."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def limit_memory(num_bytes: int) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Generator, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from outrider.server.demo import app
@@ -16,7 +17,7 @@ from outrider.server.demo.app import Demo
 from outrider.server.demo.track import MAX_PROMPT, RaceRequest
 from outrider.types import OutriderError
 
-from ..served import until
+from ..served import TLS, until
 from .conftest import Server, serving
 
 GOOD = {"prompt": "def f(", "method": "draft"}
@@ -160,6 +161,32 @@ def test_a_full_queue_refuses_with_retry_after(server: Server, track: HandTrack)
         visit.rest()
 
 
+def test_a_visitor_who_finds_the_queue_full_takes_no_time_of_the_engine(server: Server, track: HandTrack) -> None:
+    visits = [server.race(**GOOD) for _ in range(3)]
+    for visit in visits:
+        visit.next()
+    track.encode = lambda wanted: pytest.fail("tokenized")  # type: ignore[method-assign]
+    late = server.race(**GOOD)
+    assert late.response.status_code == 429
+    late.leave()
+    track.may_end.set()
+    for visit in visits:
+        visit.rest()
+
+
+def test_a_body_that_does_not_arrive_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
+    head = b"POST /api/race HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as slow:
+        slow.sendall(head)
+        assert b" 408 " in slow.recv(4096)
+
+
+def test_other_hosts_are_refused_on_a_loopback_address(server: Server) -> None:
+    answer = httpx.get(server.url + "/api/about", headers={"host": "evil.example"}, verify=TLS)
+    assert answer.status_code == 403 and "expected localhost or a loopback address" in answer.json()["error"]
+
+
 def test_a_tab_closed_during_its_race_frees_the_place(server: Server, track: HandTrack, demo: Demo) -> None:
     first = server.race(**GOOD | {"prompt": "first"})
     assert first.next() == {"type": "started"}
@@ -179,7 +206,9 @@ def test_a_visitor_who_does_not_read_does_not_delay_others(
     monkeypatch.setattr(app, "UNREAD", 0.5)
     track.padding = "x" * 1_000_000
     body = json.dumps(GOOD | {"prompt": "silent"}).encode()
-    head = f"POST /api/race HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /api/race HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     with socket.socket() as silent:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         silent.connect(("127.0.0.1", server.port))

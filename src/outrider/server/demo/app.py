@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -24,6 +25,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.server.config import ServerConfig, host_error
 from outrider.server.demo.race import Event
 from outrider.server.demo.track import MAX_PROMPT, MAX_TOKENS, RaceRequest, Track
 from outrider.server.mistakes import mistakes
@@ -34,6 +36,7 @@ Result = TypeVar("Result")
 
 PAGE = Path(__file__).parent / "page"
 MAX_BODY = 32_768  # bytes of a request
+BODY_SECONDS = 30.0  # until a request must be complete
 MAX_WAITING = 32  # visitors in the queue, the racing one included
 HEARTBEAT = 2.0  # seconds between queue position updates
 UNREAD = 10.0  # seconds until a visitor who does not read messages leaves the queue
@@ -54,8 +57,8 @@ class Demo:
         self.line: list[asyncio.Event] = []  # the places of visitors, each set when it moves up; the first one races
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="demo-engine")
 
-    def app(self) -> ASGIApp:
-        """Return the application."""
+    def app(self, host: str = ServerConfig.host) -> ASGIApp:
+        """Return the application. ``host``: the address that it listens on."""
         routes = [
             Route("/", self._index),
             Route("/api/about", self._tell),
@@ -63,7 +66,7 @@ class Demo:
             Mount("/page", StaticFiles(directory=PAGE)),
         ]
         kinds: tuple[type[Exception], ...] = (HTTPException, OutriderError, ClientDisconnect, Exception)
-        return with_headers(Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error)))
+        return with_headers(Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error)), host)
 
     async def _index(self, request: Request) -> Response:
         return Response((PAGE / "index.html").read_bytes(), media_type="text/html")
@@ -75,18 +78,24 @@ class Demo:
         return JSONResponse(self._about | of_track | {"limits": limits})
 
     async def _race(self, request: Request) -> ASGIApp:
-        """Stream a race as events. Invalid requests are refused before the visitor is queued."""
+        """Stream a race as events."""
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(415, "send application/json")  # pages of other sites cannot send it
         try:
-            wanted = RaceRequest.model_validate_json(await self._body(request))
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await self._body(request)
+            wanted = RaceRequest.model_validate_json(body)
+        except TimeoutError:
+            raise HTTPException(408, "the body did not arrive in time") from None
         except ValidationError as error:
             raise OutriderError(mistakes(error.errors())) from None
-        prompt = await self._in_thread(lambda: self._track.encode(wanted))
-        return partial(self._stream, wanted, prompt)
+        return partial(self._stream, wanted)
 
-    async def _stream(self, wanted: RaceRequest, prompt: list[int], scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events of a race. The visitor stays in the queue for as long as the connection lasts."""
+    async def _stream(self, wanted: RaceRequest, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events of a race. The visitor stays in the queue for as long as the connection lasts.
+
+        A prompt is tokenized in the engine's thread, so only after the place is taken.
+        """
         if len(self.line) >= MAX_WAITING:
             full = f"{MAX_WAITING - 1} visitors are already waiting: try again in a minute"
             await refusal(full, 429, {"Retry-After": "30"})(scope, receive, send)
@@ -96,6 +105,7 @@ class Demo:
             await asyncio.wait_for(send(message), UNREAD)
 
         with self._place() as place:
+            prompt = await self._in_thread(lambda: self._track.encode(wanted))
             async with aclosing(self._events(place, wanted, prompt)) as events:
                 stream = StreamingResponse(_written(events), media_type="text/event-stream")
                 try:
@@ -168,8 +178,8 @@ async def on_error(request: Request, error: Exception) -> Response:
     return refusal(str(error), 400) if is_client else refusal("the server failed", 500)
 
 
-def with_headers(app: ASGIApp) -> ASGIApp:
-    """Wrap an application to send headers against external resources, caching and framing."""
+def with_headers(app: ASGIApp, host: str) -> ASGIApp:
+    """Wrap an application: refuse other hosts (``host_error``), and send headers against external resources and framing."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         async def start(message: Message) -> None:
@@ -178,6 +188,10 @@ def with_headers(app: ASGIApp) -> ASGIApp:
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
-        await app(scope, receive, start if scope["type"] == "http" else send)
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        why = host_error(host, Headers(scope=scope).get("host"))
+        await (app if why is None else refusal(why, 403))(scope, receive, start)
 
     return wrapped
