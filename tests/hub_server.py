@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 COMMIT = "c0" * 20
 
@@ -72,7 +72,7 @@ def running(hub: Hub) -> Iterator[Hub]:
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
-            status, headers, body = hub.answer(urlsplit(self.path).path, self.command == "HEAD")
+            status, headers, body = hub.answer(unquote(urlsplit(self.path).path), self.command == "HEAD")
             self.send_response(status)
             for name, value in (headers | {"Content-Length": str(len(body))}).items():
                 self.send_header(name, value)

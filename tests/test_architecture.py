@@ -27,7 +27,7 @@ BELOW = {
     "method_text": {"errors"},
     "disk_cache": {"errors"},
     "progress": set(),
-    "files": set(),
+    "files": {"errors"},
     "hub": {"errors", "files", "hub_errors", "memory", "progress"},
     "hub_errors": {"errors", "files"},
     "memory": {"errors", "files"},

@@ -158,6 +158,16 @@ def test_weights_larger_than_memory_are_reported_before_loading(target, monkeypa
     assert [finding.level for finding in found.findings] == ["wrong"] and found.findings[0].topic == "memory"
 
 
+def test_on_a_gpu_its_own_memory_is_compared(target, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1 << 40))
+    monkeypatch.setattr(doctor, "choose_reader", lambda *_: None)
+    found = check_draft(DoctorOptions(str(target), "ngram", OPTIONS | {"device": "cuda"}, SHORT))
+    assert [finding.topic for finding in found.findings] == ["memory"] and "0 MB of memory are free" in found.findings[0].text
+    cache = SimpleNamespace(row_bytes=lambda slots: 2000)
+    runner = SimpleNamespace(cache=cache, max_len=512, device=torch.device("cuda"))
+    assert doctor._cache_memory(runner).level == "suspicious"
+
+
 def test_quantised_weights_are_counted_as_they_are_in_memory(target, monkeypatch):
     free = 4 * weight_bytes(target)
     monkeypatch.setattr(doctor, "free_memory", lambda: free)
@@ -287,16 +297,26 @@ def test_a_method_that_makes_fewer_drafts_is_judged_by_these(target, monkeypatch
 @pytest.mark.usefixtures("guessing")
 def test_a_better_alternative_is_named_at_high_acceptance_too(target, monkeypatch):
     """A hidden state that is off by one layer costs a head some acceptance, but rarely all."""
-    monkeypatch.setattr(doctor, "MIN_GAIN", 99.0)
     found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
     assert found.acceptance.by_position[0] > doctor.DOUBTFUL
     assert found.fits and level_of(found, "options") == "suspicious"
     assert "guessing:layer=3:tenths=6 fits better" in text_of(found, "options")
-    monkeypatch.setattr(doctor, "MIN_STANDARD_ERRORS", 99.0)
+    monkeypatch.setattr(doctor, "FALSE_ALARMS", 1e-15)
     found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
     assert level_of(found, "options") == "note" and "not significant" in text_of(found, "options")
     found = examined(target, method="guessing:layer=3", params=LONG)
     assert level_of(found, "options") == "ok" and "no better" in text_of(found, "options")
+
+
+def test_the_best_of_many_alternatives_must_be_better_than_by_chance():
+    def run(*accepted):
+        return SimpleNamespace(rounds=[SimpleNamespace(num_accepted=list(accepted))])
+
+    few, more = run(*[0, 1] * 50), run(*[0, 1, 1] * 33)  # 2.4 standard errors apart
+    assert doctor._is_significant(more, few, num_tried=1)
+    assert not doctor._is_significant(more, few, num_tried=4)
+    assert not doctor._is_significant(run(2, 0, 1), run(0, 1, 1), num_tried=1)  # half as many again, of three rounds
+    assert not doctor._is_significant(run(), few, num_tried=1)
 
 
 def test_the_command_prints_the_verdict_and_sets_the_exit_code(target, tmp_path, capsys):

@@ -142,6 +142,24 @@ def test_weights_that_are_not_transformers_are_named_and_not_downloaded(files, s
     assert served.sent == ["config.json"]
 
 
+@pytest.mark.parametrize("shard", ["*", "model-00003-of-00002.safetensors"])
+def test_a_shard_that_the_repository_lacks_is_refused_before_any_weights(shard, served):
+    index = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": shard}})
+    served.repositories["a/sharded"] = SHARDED | {"model.safetensors.index.json": index.encode()}
+    with pytest.raises(OutriderError) as error:
+        hub.fetch_weights("a/sharded")
+    assert str(error.value).startswith(f"a/sharded lacks {shard}, which its model.safetensors.index.json names: ")
+    assert served.sent == ["config.json", "model.safetensors.index.json"]
+
+
+def test_names_of_files_are_no_patterns(served):
+    index = json.dumps({"weight_map": {"a": "model[12].safetensors"}}).encode()
+    files = {"model[12].safetensors": b"a", "model1.safetensors": b"b", "model.safetensors.index.json": index}
+    served.repositories["a/brackets"] = CONFIGS | files
+    hub.fetch_weights("a/brackets")
+    assert served.sent == ["config.json", "model.safetensors.index.json", "model[12].safetensors"]
+
+
 def test_another_revision_is_refused_with_the_command_that_downloads_it():
     said = r"'a/sharded@v1': .*only the branch main is used: .*hf download a/sharded --revision v1 --local-dir FOLDER"
     with pytest.raises(OutriderError, match=said):

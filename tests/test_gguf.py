@@ -586,6 +586,20 @@ def test_the_activation_of_apertus_is_in_the_header(tmp_path):
         load(few)
 
 
+def test_a_number_of_layers_is_checked_before_tensors_are_made_for_each(tmp_path):
+    path = tmp_path / "model.gguf"
+
+    def change(writer):
+        writer.add_block_count(2**32 - 1)
+        for part in ("alpha_n", "alpha_p", "beta", "eps"):
+            writer.kv_data[0].pop(f"xielu.{part}", None)
+            getattr(writer, f"add_xielu_{part}")([0.5])
+
+    gguf_files.write(path, gguf_files.make_model("apertus"), KINDS["Q8_0"], change)
+    with pytest.raises(OutriderError, match=r"says block_count=4294967295, but it has \d+ tensors"):
+        load(path)
+
+
 @pytest.mark.parametrize("architecture, num_layers", [("gemma2", 46), ("gemma3", 62)])
 def test_the_gemma_of_27b_scales_attention_by_its_width_per_head(architecture, num_layers, tmp_path):
     path = tmp_path / "model.gguf"

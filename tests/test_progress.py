@@ -51,6 +51,19 @@ def test_progress_is_logged_until_the_work_ends(records: Records, monkeypatch: p
     assert threading.active_count() == before
 
 
+def test_an_interrupt_while_the_reporter_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, before = threading.Thread.start, threading.active_count()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), progress.reported_every(60, lambda _: None):
+        pass
+    assert threading.active_count() == before
+
+
 def test_failed_work_is_not_reported_as_done(records: Records) -> None:
     found = records(logger)
     with pytest.raises(ValueError, match="no"), progress.logged(logger, "digging", expected=9):

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist, fmean, pstdev
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.measure import Run, generate
@@ -16,6 +19,7 @@ from outrider.bench.workloads import builtin, encode
 from outrider.engine.finding import candidates, target_files
 from outrider.engine.llm import LLM
 from outrider.engine.stats import expected_tau
+from outrider.errors import errors_as
 from outrider.hub import local_gguf
 from outrider.memory import free_memory, size, weight_bytes
 from outrider.method_text import join_method, split_method
@@ -37,8 +41,7 @@ EXPENSIVE = 1.8  # time of a pass with K drafts / time of one without, from whic
 CACHED = 256  # context length while passes are timed
 # names in configs
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
-MIN_GAIN = 1.15  # ratio of mean acceptance lengths from which an alternative is reported
-MIN_STANDARD_ERRORS = 2.33  # standard errors of the acceptance difference from which it is reported, too
+FALSE_ALARMS = 0.01  # probability that one of the alternatives is reported although all fit as well as the given options
 
 Progress = Callable[[str], Any]
 
@@ -95,12 +98,12 @@ class Report:
         return f"fits{', with doubts' if doubts else ''}{slower}: {gain}, best with about {self.acceptance.best_k}."
 
 
-def all_candidates(target: str | None) -> list[Finding]:
+def all_candidates(target: str | None, trusts_code: bool = False) -> list[Finding]:
     """Return a finding for each drafter that method ``auto`` considers, with its size and why it is used or not.
 
     Empty for the embedded target (None), which comes with its drafts. Downloads none.
     """
-    files = target_files(target)
+    files = target_files(target, trusts_code)
     findings, is_found = [], False
     for each in () if files is None else candidates(files):
         is_used = not (is_found or each.misfit)
@@ -232,7 +235,7 @@ def _try_alternatives(
         return
     best = max(runs, key=lambda method: runs[method].stats.mean_acceptance_length)
     found, tau = runs[best].stats.mean_acceptance_length, drafted.stats.mean_acceptance_length
-    if found > MIN_GAIN * tau or _is_significant(runs[best], drafted):
+    if _is_significant(runs[best], drafted, len(runs)):
         yield Finding("suspicious", "options", f"{best} fits better: {found:.2f} tokens per pass instead of {tau:.2f}")
         return
     text = ", ".join(f"{run.stats.mean_acceptance_length:.2f} with {method}" for method, run in runs.items())
@@ -240,15 +243,22 @@ def _try_alternatives(
     yield Finding("ok" if found <= tau else "note", "options", f"{tau:.2f} tokens per pass; {text}: {verdict}")
 
 
-def _is_significant(better: Run, drafted: Run) -> bool:
-    """Return whether the first-draft acceptance of two runs differs significantly (two-sided, 2%)."""
-    counts = [run.reached(0) for run in (better, drafted)]
-    if not all(reached for _, reached in counts):
+def _is_significant(better: Run, drafted: Run, num_tried: int) -> bool:
+    """Return whether a run, the best of ``num_tried``, accepts significantly more drafts per round (Bonferroni's test)."""
+    accepted = [[depth for round_ in run.rounds for depth in round_.num_accepted] for run in (better, drafted)]
+    if not all(accepted):
         return False
-    pooled = sum(kept for kept, _ in counts) / sum(reached for _, reached in counts)
-    spread: float = (pooled * (1 - pooled) * sum(1 / reached for _, reached in counts)) ** 0.5
-    shares = [kept / reached for kept, reached in counts]
-    return shares[0] - shares[1] > MIN_STANDARD_ERRORS * spread
+    spread = pstdev([*accepted[0], *accepted[1]]) * sum(1 / len(each) for each in accepted) ** 0.5
+    limit = NormalDist().inv_cdf(1 - FALSE_ALARMS / num_tried)
+    return fmean(accepted[0]) - fmean(accepted[1]) > limit * spread
+
+
+def _free_memory(device: torch.device) -> int | None:
+    """Return the free bytes of a GPU, or of the host for another device. Raises ``OutriderError`` if there is no such GPU."""
+    if device.type != "cuda":
+        return free_memory()
+    with errors_as(f"device {device} is not available", Exception):
+        return torch.cuda.mem_get_info(device)[0]
 
 
 def _memory_needed(checked: DoctorOptions, drafts: list[Any]) -> Iterator[Finding]:
@@ -261,7 +271,7 @@ def _memory_needed(checked: DoctorOptions, drafts: list[Any]) -> Iterator[Findin
     whose = "draft's " if is_quantised else ""
     if isinstance(checked.target, (str, Path)) and not is_quantised:
         needed += _bytes_of_target(checked.target, checked.options)
-    free = free_memory()
+    free = _free_memory(torch_device(checked.options.get("device", "auto")))
     if needed and free is not None:
         text = f"the {whose}weights take {size(needed)}; {size(free)} of memory are free"
         yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", text)
@@ -284,9 +294,9 @@ def _weights_in_memory(runner: ModelRunner) -> Finding:
 def _cache_memory(runner: ModelRunner) -> Finding:
     """Report the cache memory of a request that fills the context window."""
     needed = runner.cache.row_bytes(runner.max_len)
-    free = free_memory()
+    free = _free_memory(runner.device)
     text = f"a request that fills the context of {runner.max_len} tokens takes {size(needed)} of cache"
-    if free is not None and runner.device.type == "cpu" and needed > free:
+    if free is not None and needed > free:
         return Finding("suspicious", "cache", f"{text}; {size(free)} are free: set --max-len")
     return Finding("ok", "cache", text)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
-import os
 import re
+import secrets
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from outrider.errors import OutriderError
 
 ADAPTER_ADVICE = "merge it into its model first, with merge_and_unload of peft, and save that"
 READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error)  # of ``open_text`` and of reading its file
@@ -58,12 +61,24 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
+def locked(file: Path, refusal: str) -> Iterator[None]:
+    """Context manager: lock a file, created if missing. Raises ``OutriderError`` if another process has locked it."""
+    with file.open("a") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutriderError(refusal) from None
+        yield
+
+
+@contextmanager
 def replaced(file: Path) -> Iterator[Path]:
     """Return the path of a temporary file that replaces ``file`` when the block ends, and is removed if it fails.
 
-    Its name contains the process id, because several processes may write the same file.
+    Its name is random, because several processes and threads may write the same file, and others may write to its folder.
     """
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}.part")
+    unfinished = file.with_name(f"{file.name}.{secrets.token_hex(8)}.part")
+    unfinished.touch(exist_ok=False)  # does not follow a link
     try:
         yield unfinished
         unfinished.replace(file)

@@ -5,6 +5,7 @@ GGUF files are named as by llama.cpp (``owner/Model-GGUF:Q4_K_M``).
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import socket
@@ -321,7 +322,10 @@ def _weights_of(source: str, repository: Repository) -> list[str]:
         raise OutriderError(f"{source} has no weights in a known format: {expected_weights(names, stated)}")
     if not first.endswith(INDEX_SUFFIX):
         return [first]
-    return [first, *indexed_files(_downloaded(source, [first]), first)]
+    shards = indexed_files(_downloaded(source, [first]), first)
+    if not repository.is_given_up and (missing := [name for name in shards if name not in names]):  # else an older index
+        raise OutriderError(f"{source} lacks {missing[0]}, which its {first} names: choose another repository")
+    return [first, *shards]
 
 
 def expected_weights(names: Collection[str], stated: str | None = None) -> str:
@@ -394,7 +398,7 @@ def _snapshot(repo_id: str, names: Sequence[str]) -> Path:
 
     constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, CHUNK)
     with ThreadPoolExecutor(1) as pool:
-        folder = pool.submit(snapshot_download, repo_id, allow_patterns=list(names), tqdm_class=Bar)
+        folder = pool.submit(snapshot_download, repo_id, allow_patterns=[*map(glob.escape, names)], tqdm_class=Bar)
         try:
             return Path(folder.result())
         except BaseException:
@@ -434,8 +438,7 @@ def _shown(repo_id: str, needed: int) -> Iterator[None]:
         done = max(0, _bytes_in(blobs) - before)
         left = (needed - done) * elapsed / done if done else 0.0
         rest = f", about {left:.0f} s left" if 0 < left < 120 else f", about {left / 60:.0f} min left" if left else ""
-        line = f"downloading {repo_id}: {size(done)} of {size(needed)}{rest}"
-        logger.info("%s", line, extra={"is_progress": True})
+        logger.info("downloading %s: %s of %s%s", repo_id, size(done), size(needed), rest, extra={"is_progress": True})
 
     disable_progress_bars()
     started = time.monotonic()
@@ -452,10 +455,8 @@ def _shown(repo_id: str, needed: int) -> Iterator[None]:
 def _bytes_in(folder: Path) -> int:
     total = 0
     for file in folder.glob("*"):
-        try:
+        with suppress(OSError):  # renamed or removed meanwhile
             total += file.stat().st_size
-        except OSError:  # renamed or removed meanwhile
-            continue
     return total
 
 

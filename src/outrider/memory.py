@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from outrider.errors import OutriderError, errors_as, without_path
 from outrider.files import GGUF_PART, expanded
@@ -96,30 +96,41 @@ def weight_files(source: str | Path) -> list[Path]:
     if folder is None:
         return []
     names: list[str] = []
-    first = first_file(folder)
-    if first is None:
-        names = [file.name for file in folder.glob("*.gguf")]
-    else:
-        with suppress(OSError, OutriderError):
-            names = indexed_files(folder, first)
+    with suppress(OSError, OutriderError):
+        first = first_file(folder)
+        names = [file.name for file in folder.glob("*.gguf")] if first is None else indexed_files(folder, first)
     return sorted(file for file in map(folder.joinpath, names) if file.is_file())  # no links to files deleted from a cache
 
 
 def first_file(folder: Path) -> str | None:
-    """Return the name of the weights, or of their index, that a folder's config.json states, else of the first that exists."""
+    """Return the name of the weights, or of their index, that a folder's config.json states, else of the first that exists.
+
+    Raises ``OutriderError`` as ``stated_file``.
+    """
     return stated_file(folder) or next((name for name in LOADED_NAMES if (folder / name).is_file()), None)
 
 
 def stated_file(folder: Path) -> str | None:
     """Return the name of the weights, or of their index, in a folder's config.json; None if it states none.
 
-    transformers then loads no other file.
+    transformers then loads no other file. Raises ``OutriderError`` for one outside the folder.
     """
+    config = folder / "config.json"
     try:
-        name = json.loads((folder / "config.json").read_bytes())["transformers_weights"]
+        name = json.loads(config.read_bytes())["transformers_weights"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):  # reported when the config is loaded
         return None
-    return name if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None
+    _refuse_outside(name, config)
+    return name
+
+
+def _refuse_outside(name: str, file: Path) -> None:
+    """Raise ``OutriderError`` if the name of weights in a file, which may be a stranger's, leads out of the file's folder."""
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise OutriderError(f"{file} names weights outside its folder, {name}: expected the name of a file in it")
 
 
 def indexed_files(folder: Path, first: str, prefix: str = "") -> list[str]:
@@ -149,6 +160,8 @@ def weight_map(index: Path) -> dict[str, str]:
         files: dict[str, str] = dict(json.loads(content)["weight_map"].items())
     if not all([isinstance(file, str) for file in files.values()]):
         raise OutriderError(f"{index} is not a weight index: expected the file name of each tensor")
+    for file in {*files.values()}:
+        _refuse_outside(file, index)
     return files
 
 

@@ -37,12 +37,13 @@ def reported_every(period: float, report: Callable[[float], None]) -> Iterator[N
             report(time.monotonic() - started)
 
     thread = threading.Thread(target=run, name="progress", daemon=True)
-    thread.start()
     try:
+        thread.start()
         yield
     finally:
         ended.set()
-        thread.join()
+        if thread.is_alive():  # not if it could not be started
+            thread.join()
 
 
 @contextmanager

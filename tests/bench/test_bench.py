@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,22 @@ def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPat
     ]  # fmt: skip
     assert [len(run.batches) for runs in group.repeats for run in runs.values()] == [2] * 6
     assert plan.num_runs == len(order)
+
+
+def test_busy_processes_end_if_one_of_them_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(command: list[str]) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError("too many processes")
+        started.append(popen([*command[:2], "-c", "import time; time.sleep(60)"]))
+        return started[0]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(grid.subprocess, "Popen", start)
+    with pytest.raises(BlockingIOError), grid.busy_processes(2):
+        pass
+    assert started[0].returncode is not None
 
 
 @pytest.mark.skipif(not LISTED, reason="needs /proc (Linux)")

@@ -183,6 +183,15 @@ def test_two_processes_may_inflate_the_same_model_at_once(tmp_path: Path, monkey
     assert [file.name for file in folder.iterdir()] == ["config.json"] and list(folder.parent.iterdir()) == [folder]
 
 
+def test_processes_with_the_same_id_do_not_share_an_unfinished_folder(tmp_path: Path) -> None:
+    with module.new_folder(tmp_path / "deep" / "out") as first:
+        with pytest.raises(ValueError, match="no"), module.new_folder(tmp_path / "deep" / "out") as second:
+            assert second != first
+            raise ValueError("no")
+        (first / "config.json").touch()
+    assert [each.name for each in (tmp_path / "deep" / "out").iterdir()] == ["config.json"]
+
+
 @pytest.mark.parametrize("size", ["", "b", "huge", "-1b", "nanb", "1e30b"])
 def test_an_invalid_size_is_refused(size: str) -> None:
     with pytest.raises(OutriderError, match="expected a size"):

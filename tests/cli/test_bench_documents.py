@@ -238,6 +238,24 @@ def test_processes_that_write_the_same_file_at_once_both_succeed(tmp_path: Path,
     assert file.read_text() == "complete" and list(tmp_path.iterdir()) == [file]
 
 
+def test_unfinished_files_are_new_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider import files
+
+    file, victim = tmp_path / "model.safetensors", tmp_path / "victim"
+    with files.replaced(file) as first, files.replaced(file) as second:  # of two threads, or two containers
+        assert first != second and first.match("*.safetensors.*.part")
+        first.write_text("first")
+        second.write_text("second")
+    assert file.read_text() == "first"
+    (tmp_path / "plain").touch()
+    assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    monkeypatch.setattr(files.secrets, "token_hex", lambda _: "guessed")
+    (tmp_path / f"{file.name}.guessed.part").symlink_to(victim)
+    with pytest.raises(FileExistsError), files.replaced(file) as unfinished:
+        unfinished.write_text("to a stranger")
+    assert not victim.exists()
+
+
 def test_scripts_have_unix_line_ends_on_every_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.files import write_whole
 

@@ -104,6 +104,22 @@ def test_an_interrupted_search_resumes(
     assert len(asked) == sum(len(runs) for stage, runs in after.items() if stage != "recorded") - 3
 
 
+def test_two_searches_do_not_write_one_journal(
+    outrider: Run, target: Path, traffic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.search.journal import exclusive
+
+    monkeypatch.setattr("outrider.cli.session.load_plain", lambda *_, **__: pytest.fail("the target was loaded"))
+    journal = tmp_path / "plan.json"
+    command = ["tune", "--target", target, "--traffic", traffic, *QUICK, "--out", tmp_path / "plan.toml"]
+    with exclusive(journal):
+        code, _, err = outrider(*command)
+        assert code == 2 and err.endswith(
+            f"another search is writing to {journal}: wait for it, or give another --out or --json\n"
+        )
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_an_interrupt_before_the_first_result_promises_no_results(
     outrider: Run, target: Path, traffic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -208,6 +208,20 @@ def test_a_draft_that_reads_mask_tokens_is_found_and_drafts_in_one_pass(made, ta
     assert any("invalid pard_token -1" in line and str(draft) in line for line in said())
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_the_code_of_a_found_draft_is_never_trusted(made, target, said, name):
+    draft = copied(made / "draft", target.parent / "draft")
+    settings = json.loads((draft / name).read_text()) | {
+        "auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}
+    }
+    (draft / name).write_text(json.dumps(settings))
+    (draft / "own.py").write_text("raise SystemExit('code of a stranger')")
+    assert chosen(target).method == "draft"  # transformers' own classes
+    assert chosen(target, trusts_code=True).method == DEFAULT_METHOD
+    assert f"{draft}, " in said()[-2] and "runs only for a draft that you name" in said()[-2]
+    assert loaded(target, trust_remote_code=True).proposer.name == DEFAULT_METHOD
+
+
 def test_a_known_drafter_in_the_download_cache_is_used(made, target, monkeypatch, tmp_path):
     pairs = tmp_path / "pairs.toml"
     pairs.write_text('["Org/Model"]\neagle = ["Other/absent", "Other/head"]\ndraft = ["Org/small"]\n')

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertConfig
 
 from outrider import LLM, SamplingParams
 from outrider.cli import main
-from outrider.runner import ModelRunner, RunnerConfig, attention, kernels, loading, self_check
+from outrider.runner import ModelRunner, RunnerConfig, attention, checkpoint_files, kernels, loading, self_check
 from outrider.runner.kv_cache import PassThrough
 from outrider.runner.linear import PackedEmbedding, is_packed
 from outrider.types import OutriderError
@@ -124,6 +124,39 @@ def test_truncated_weights(broken, keep):
 def test_another_file_as_weights(broken, content, said):
     (broken / "model.safetensors").write_bytes(content)
     assert refusal(broken).startswith(f"{broken / 'model.safetensors'} {said}")
+
+
+def test_a_header_that_is_too_long_is_not_read(broken, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "MAX_HEADER_BYTES", 100)
+    assert (
+        refusal(broken) == f"{broken / 'model.safetensors'} is not a safetensors file, its header is broken: download it again"
+    )
+
+
+@pytest.mark.parametrize("outside", ["/etc/hostname", "../model.safetensors", "sub/../../x.safetensors"])
+def test_weights_outside_the_folder_are_refused(broken, outside):
+    (broken / "model.safetensors").rename(broken.parent / "model.safetensors")
+    index = broken / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": outside}}))
+    said = "{} names weights outside its folder, {}: expected the name of a file in it"
+    assert refusal(broken) == said.format(index, outside)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"transformers_weights": outside}))
+    assert refusal(broken) == said.format(broken / "config.json", outside)
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ({"model_type": "gpt2", "n_layer": 10**9}, "num_hidden_layers=1000000000: expected a whole number from 1 to 10000"),
+        ({"model_type": "mixtral", "num_local_experts": 10**9}, "num_local_experts=1000000000: expected a whole number from 0"),
+        ({"model_type": "mpt", "n_layers": 10**9}, "num_hidden_layers=1000000000"),
+    ],
+)
+def test_sizes_under_other_names_are_checked(tmp_path, config, said):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(OutriderError, match=f"the config of .* says {said}"):
+        loading.load_config(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"weight_map": ', "[" * 100_000], ids=["cut", "nested"])

@@ -114,6 +114,20 @@ def test_the_fastest_of_many_that_gain_nothing_is_not_chosen(suits: float, num_g
     assert num_plans <= 6  # with intervals alone half of the searches or more chose drafts
 
 
+@pytest.mark.parametrize("num_groups", [2, 3])
+def test_with_few_groups_chance_is_no_gain(num_groups: int) -> None:
+    """The noise of one contender and plain decoding is then estimated from one or two residuals."""
+    groups, num_gains, num_slower = [Group(1, index) for index in range(num_groups)], 0, 0
+    for seed in range(400):
+        measured, machine = Measurements(), Machine({"a k=1": 1.0}, seed, 0.0)
+        for group in groups:
+            measured.add_turn(group, {label: machine.run(label, group) for label in (PLAIN, "a k=1")})
+        found = halving.ranking(measured, ["a k=1"], groups)
+        num_gains += log(found.speedups["a k=1"]) > found.least_gain
+        num_slower += found.is_slower("a k=1", 1.0)
+    assert num_gains <= 20 and num_slower <= 20  # 2.5% of 400, with 3 standard errors; normal quantiles gave 16% and 10%
+
+
 def test_drafts_that_gain_a_tenth_are_chosen() -> None:
     contenders = {f"{name} k={k}": Contender(name, k) for name in PROPOSERS for k in range(1, 13)}
     num_plans = 0

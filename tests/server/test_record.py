@@ -56,6 +56,15 @@ def test_only_the_owner_can_read_recorded_requests(load: Callable[..., LLM], tmp
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
+def test_a_link_is_no_file_for_prompts(plain: LLM, tmp_path: Path) -> None:
+    (tmp_path / "asked.jsonl").symlink_to(tmp_path / "of a stranger")
+    with pytest.raises(
+        OutriderError, match=r"cannot write --record .*asked\.jsonl: it is a symbolic link, .*: name its target"
+    ):
+        create_app(plain, ServerConfig(record=tmp_path / "asked.jsonl"), KeyRing())
+    assert not (tmp_path / "of a stranger").exists()
+
+
 def test_a_slow_disk_does_not_delay_the_thread_that_records(tmp_path: Path) -> None:
     is_fast = threading.Event()
 

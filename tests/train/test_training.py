@@ -747,6 +747,26 @@ def test_a_second_process_does_not_train_in_the_same_folder(runner, cache, tmp_p
     trainer.run()
 
 
+def test_a_run_continues_from_what_another_process_has_written_since(runner, cache, tmp_path):
+    late = run_of("medusa", runner, cache, tmp_path, steps=3)
+    run_until(2, run_of("medusa", runner, cache, tmp_path, steps=3))
+    run_until(1, late)  # of three steps
+    assert late.step == 3 and [point["step"] for point in late.curve] == [1, 2, 3]
+
+
+def test_the_final_measurement_keeps_others_out(runner, cache, tmp_path):
+    trainer = run_of("medusa", runner, cache, tmp_path, steps=1)
+
+    def measure(final):
+        with pytest.raises(OutriderError, match="another run is writing to"), exclusive(tmp_path):
+            pass
+        return {"measured": final}
+
+    trainer.evaluate = measure
+    trainer.run()
+    assert trainer.curve[-1]["measured"] is True
+
+
 def test_a_second_process_does_not_write_the_same_text_and_features(runner, rows, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "token_rows", lambda *_: rows[:3])
     workspace = Workspace(runner, object(), tmp_path, Source(seq_len=SEQ, regenerate=True, prompt_len=5))

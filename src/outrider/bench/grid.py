@@ -115,8 +115,10 @@ def run_grid(
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """Context manager: keep ``count`` other processes busy, as on a shared machine."""
-    running = [subprocess.Popen([sys.executable, "-S", "-c", BUSY.format(os.getpid())]) for _ in range(count)]
+    running: list[subprocess.Popen[bytes]] = []
     try:
+        for _ in range(count):
+            running.append(subprocess.Popen([sys.executable, "-S", "-c", BUSY.format(os.getpid())]))
         yield
     finally:
         for process in running:

@@ -138,7 +138,10 @@ def _predictions(cells: Sequence[Cell]) -> Section:
         "error": lambda cell: f"{cell['prediction_error_percent']:+.1f}%",
     }
     shown = [cell for cell in cells if cell["prediction_error_percent"] is not None]
-    note = "Prediction of plain decoding in a request's summary, compared with its measurement in the same repeat."
+    note = (
+        "Prediction of plain decoding in a request's summary, compared with its measurement in the same repeat. "
+        "In-sample: the prediction is also based on the times of measured plain runs."
+    )
     return "Accuracy of the predicted plain speed", note, ["condition", "method", *columns], rows_of(columns, shown)
 
 

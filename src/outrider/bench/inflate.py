@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -93,7 +93,6 @@ def inflate(
     if context is not None:
         config = {**config, "max_position_embeddings": context}
     with new_folder(out) as part:
-        part.mkdir(parents=True)
         total = count_params(config, large)
         needed = round(1.02 * total * dtype.itemsize)  # 2% for the tokenizer and the file system
         advice = "choose a smaller size, or a folder on another disk (OUTRIDER_CACHE, unless you named one)"
@@ -108,8 +107,9 @@ def inflate(
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``out`` on success and is deleted on failure, raised as ``OutriderError``."""
-    part = out.with_name(f"{out.name}.part-{os.getpid()}")
+    part = out.with_name(f"{out.name}.part-{secrets.token_hex(8)}")  # process ids are the same in two containers
     try:
+        part.mkdir(parents=True)
         yield part
         part.rename(out)
     except OSError as error:

@@ -15,6 +15,7 @@ Interval = tuple[float, float]
 RESAMPLES = 2000
 LEVEL = 0.95
 LEVELS = {"p50": 0.5, "p95": 0.95}
+ROUNDING = 1e-3**2 / 12  # largest variance of a mean logarithm by the four digits of documents, also if all repeats are equal
 SEED = 0  # fixed, so that the same runs give the same interval
 
 
@@ -95,9 +96,9 @@ def change(before: Sequence[float], after: Sequence[float], level: float = LEVEL
     if min(len(before), len(after)) < 2 or min(*before, *after) <= 0:
         return None
     first, second = np.log(before), np.log(after)
-    noise = [float(np.var(each, ddof=1)) / len(each) for each in (first, second)]
+    noise = [max(float(np.var(each, ddof=1)) / len(each), ROUNDING) for each in (first, second)]
     middle = float(second.mean() - first.mean())
     total = sum(noise)
     freedom = sum(part**2 / (n - 1) for part, n in zip(noise, (len(first), len(second)), strict=True))
-    half = float(special.stdtrit(total**2 / freedom, (1 + level) / 2)) * sqrt(total) if freedom else 0.0
+    half = float(special.stdtrit(total**2 / freedom, (1 + level) / 2)) * sqrt(total)
     return Change(exp(middle), (exp(middle - half), exp(middle + half)))

@@ -54,7 +54,8 @@ def command(
     options = resolve(models, MethodOptions(method))
     named = options.pop("method", AUTO)
     method = auto_method(models).text if named == AUTO else named
-    found = all_candidates(models.target) if named == AUTO and not models.draft else []
+    searches = named == AUTO and not models.draft
+    found = all_candidates(models.target, models.trust_remote_code) if searches else []
     target = local_gguf(models.target) or TARGET
     with loading("looking") as tell:
         report = check_draft(DoctorOptions(target, method, options, params), tell)

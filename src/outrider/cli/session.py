@@ -95,7 +95,8 @@ def auto_method(models: ModelOptions) -> MethodChoice:
     """Return the choice of method ``auto`` for these options."""
     from outrider.engine.methods import auto_choice
 
-    return auto_choice(models.target, models.draft, declared_drafts(models), models.download_draft)
+    drafts = declared_drafts(models)
+    return auto_choice(models.target, models.draft, drafts, models.download_draft, models.trust_remote_code)
 
 
 def named_methods(text: str, models: ModelOptions) -> tuple[list[str], list[str]]:

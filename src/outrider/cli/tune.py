@@ -135,31 +135,32 @@ def command(
     """
     from outrider.cli.session import fitting, load_plain, named_methods
     from outrider.search import Search
-    from outrider.search.journal import Journal
+    from outrider.search.journal import Journal, exclusive
     from outrider.search.traffic import encoded
 
     space = read_space(options)
     prompts = read_traffic(traffic, sampling, max(space.batches))
     output.check(traffic.traffic)
-    _, methods = named_methods(options.method, models)
-    llm = load_plain(models, methods, max_batch=max(*space.batches, 8))
-    texts = encoded(llm.tokenizer, prompts, llm.runner.max_len)
-    journal = Journal(output.journal, fingerprint(models, options, space, texts, llm.runner), output.resume)
-    proposers, reasons = fitting(llm, models, methods, required=split_methods(options.method))
-    try:
-        with progress() as report:
-            search = Search(llm, proposers, texts, space, journal, report, reasons)
-            chosen = search.run()
-    except KeyboardInterrupt:
-        if any(journal.document["found"].values()):
-            say(f"intermediate results are in {output.journal}; repeat the command with --resume to continue")
-        raise
-    except OutriderError:
-        found = journal.document["found"]
-        if list(found) == ["recorded"] and found["recorded"]:  # written, and of no use to another search
-            output.journal.unlink()
-        raise
-    finish(search, chosen, models, output)
+    with exclusive(output.journal):
+        _, methods = named_methods(options.method, models)
+        llm = load_plain(models, methods, max_batch=max(*space.batches, 8))
+        texts = encoded(llm.tokenizer, prompts, llm.runner.max_len)
+        journal = Journal(output.journal, fingerprint(models, options, space, texts, llm.runner), output.resume)
+        proposers, reasons = fitting(llm, models, methods, required=split_methods(options.method))
+        try:
+            with progress() as report:
+                search = Search(llm, proposers, texts, space, journal, report, reasons)
+                chosen = search.run()
+        except KeyboardInterrupt:
+            if any(journal.document["found"].values()):
+                say(f"intermediate results are in {output.journal}; repeat the command with --resume to continue")
+            raise
+        except OutriderError:
+            found = journal.document["found"]
+            if list(found) == ["recorded"] and found["recorded"]:  # written, and of no use to another search
+                output.journal.unlink()
+            raise
+        finish(search, chosen, models, output)
 
 
 def finish(search: Search, chosen: Decision, models: ModelOptions, output: OutputOptions) -> None:

@@ -142,7 +142,9 @@ def choose_proposer(
             advice = f"choose a draft made for this target's tokenizer, or the method {DEFAULT_METHOD_WITH_FOREIGN_DRAFT!r}"
             raise OutriderError(f"{difference.what}; {advice}, which takes any") from difference
     folder = local_path(runner.name)
-    target = None if folder is None else TargetFiles(runner.name, folder, text_config(runner.model))
+    target = (
+        None if folder is None else TargetFiles(runner.name, folder, text_config(runner.model), runner.config.trust_remote_code)
+    )
     for choice in choices(target, speculation.draft, speculation.drafts, speculation.download_draft):
         proposer = _fitting(choice, speculation, runner, tokenizer)
         if proposer is not None:

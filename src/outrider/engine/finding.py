@@ -168,7 +168,7 @@ def local_path(source: str | Path) -> Path | None:
     return path if os.path.isfile(path) else on_this_machine(source)
 
 
-def target_files(source: object) -> TargetFiles | None:
+def target_files(source: object, trusts_code: bool = False) -> TargetFiles | None:
     """Return the files of a folder, hub id or GGUF file, or None if they cannot be read.
 
     Configs of a hub id that is not in the cache are downloaded, or its GGUF file, because the target itself will be.
@@ -180,7 +180,7 @@ def target_files(source: object) -> TargetFiles | None:
         if local_path(name) is None:
             fetch_configs(name)
         folder = local_path(name)
-        return None if folder is None else TargetFiles.read(str(name), folder)
+        return None if folder is None else TargetFiles.read(str(name), folder, trusts_code)
     except Exception as error:  # reported when the target is loaded
         logger.debug("the target's files cannot be read: %s", first_line(error))
         return None

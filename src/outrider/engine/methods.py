@@ -25,9 +25,11 @@ logger = logging.getLogger(__name__)
 ALL = "all"
 
 
-def auto_choice(target: object, draft: object, drafts: Mapping[str, object], download: bool = False) -> MethodChoice:
+def auto_choice(
+    target: object, draft: object, drafts: Mapping[str, object], download: bool = False, trusts_code: bool = False
+) -> MethodChoice:
     """Return and log the choice of method ``auto`` for a target that is not loaded."""
-    choice = next(choices(target_files(target), draft, drafts, download))
+    choice = next(choices(target_files(target, trusts_code), draft, drafts, download))
     logger.info("method auto: %s", choice.what)
     return choice
 

@@ -254,7 +254,7 @@ def check_exportable(shape: BlockShape) -> None:
 def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Sequence[float] | None = None) -> None:
     """Write a head in z-lab's layout for DFlash or DFlash 2, or in DeepSeek's if it has a bias for the previous token.
 
-    ``acceptance``: measured acceptance of each draft after accepted ones. Raises ``OutriderError`` like ``check_exportable``.
+    ``acceptance``: measured acceptance of each draft after the true tokens. Raises ``OutriderError`` like ``check_exportable``.
     """
     shape, config = head.shape, head.shape.config
     check_exportable(shape)

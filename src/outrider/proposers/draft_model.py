@@ -24,7 +24,7 @@ from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner, gguf
-from outrider.runner.loading import context_length, load_config, num_experts, text_config
+from outrider.runner.loading import context_length, has_own_code, load_config, num_experts, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
 from outrider.runner.quantized import packed_bytes, round_weights
 from outrider.runner.self_draft import SelfDraft
@@ -218,6 +218,8 @@ class DraftModelMethod(MethodSpec):
         if not (is_gguf or folder.is_dir()) or kind_of(folder) is not MODEL or (folder / EMBEDDING_MODEL).exists():
             return None
         config = load_config(folder)
+        if target.trusts_code and has_own_code(folder):
+            raise OutriderError("it has its own code, which runs only for a draft that you name: give it as the draft")
         if config.architectures and all([OTHER_OUTPUT.search(each) for each in config.architectures]):
             return None
         check_same_files(target.folder, folder)

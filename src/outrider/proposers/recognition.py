@@ -29,11 +29,12 @@ class TargetFiles:
     name: str  # a folder, a hub id or a GGUF file
     folder: Path  # or the GGUF file
     config: PreTrainedConfig  # of its language model
+    trusts_code: bool = False  # the option ``trust_remote_code``
 
     @classmethod
-    def read(cls, name: str, folder: Path) -> TargetFiles:
+    def read(cls, name: str, folder: Path, trusts_code: bool = False) -> TargetFiles:
         """Read the config of a folder or GGUF file. Raises ``OutriderError`` if it has no readable one."""
-        return cls(name, folder, text_config(load_config(folder)))
+        return cls(name, folder, text_config(load_config(folder)), trusts_code)
 
     @property
     def hidden_size(self) -> int:

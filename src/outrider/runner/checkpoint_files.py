@@ -19,16 +19,22 @@ from outrider.types import OutriderError
 
 MADV_POPULATE_READ = 22  # Linux 5.14 and newer
 POPULATE_BYTES = 1 << 28  # bytes per call
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configs; 0: no mixture
 # Sizes in a config and their largest plausible values: a model of 10^20 layers would fill the memory.
-MAX_SIZES = dict.fromkeys(
-    (
-        *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
-        *("num_attention_heads", "num_key_value_heads", "head_dim"),
-    ),
-    2**31 - 1,
-) | {"num_hidden_layers": 10_000}
+MAX_SIZES = (
+    dict.fromkeys(
+        (
+            *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
+            *("num_attention_heads", "num_key_value_heads", "head_dim"),
+        ),
+        2**31 - 1,
+    )
+    | {"num_hidden_layers": 10_000}
+    | dict.fromkeys(EXPERTS, 100_000)
+)
 LFS = b"version https://git-lfs"  # beginning of a pointer that Git LFS replaces by the file
 AGAIN = "download it again"
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
 
 
 def check_weight_files(source: str | Path) -> None:
@@ -58,6 +64,8 @@ def _check_whole(file: Path) -> None:
             length = int.from_bytes(start[:8], "little")
             if len(start) < 8 or start[8:9] != b"{":
                 raise OutriderError(f"{file} is not a safetensors file, it begins with {start[:16]!r}: {AGAIN}")
+            if length > MAX_HEADER_BYTES:
+                raise ValueError
             opened.seek(8)
             entries = {} if 8 + length > total else json.loads(opened.read(length))
             ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
@@ -117,8 +125,9 @@ def check_sizes(source: str, config: Mapping[str, Any]) -> None:
     """Raise ``OutriderError`` for implausible sizes in a config."""
     for name, most in MAX_SIZES.items():
         value = config.get(name)
-        if isinstance(value, (int, float)) and not (isinstance(value, int) and 1 <= value <= most):
-            raise OutriderError(f"the config of {source} says {name}={value}: expected a whole number from 1 to {most}")
+        least = 0 if name in EXPERTS else 1
+        if isinstance(value, (int, float)) and not (isinstance(value, int) and least <= value <= most):
+            raise OutriderError(f"the config of {source} says {name}={value}: expected a whole number from {least} to {most}")
 
 
 def is_finite(tensor: Tensor) -> bool:

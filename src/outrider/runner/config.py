@@ -96,7 +96,12 @@ class RunnerConfig(CheckedOptions):
         in_plan=True,
     )
     prefix_cache: bool = option(boolean(), True, "Reuse the KV cache of earlier requests for prompts with the same prefix.")
-    trust_remote_code: bool = option(boolean(), False, "Allow Python code of the model repository to run.", panel=MODELS)
+    trust_remote_code: bool = option(
+        boolean(),
+        False,
+        "Allow Python code of the repositories of the target and of a draft that you name to run.",
+        panel=MODELS,
+    )
     max_drafts: int = option(
         whole(1, 4096), 16, "Maximum drafts per request and pass with recurrent layers, which keep one state per draft."
     )

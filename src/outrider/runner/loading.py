@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from outrider.files import expanded, is_path, not_a_model_folder
 from outrider.hub import expected_of, fetch_configs, fetch_weights, is_cached_only, is_hub_id
 from outrider.memory import on_this_machine, require_memory, weight_bytes, weight_files
 from outrider.runner import attention, gguf, recurrence
-from outrider.runner.checkpoint_files import check_config_file, check_sizes, check_weight_files, is_finite
+from outrider.runner.checkpoint_files import EXPERTS, MAX_SIZES, check_config_file, check_sizes, check_weight_files, is_finite
 from outrider.runner.checkpoints import modelopt
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import headers, without_quantization
@@ -47,7 +47,6 @@ ANY_CACHE = "cache" if hasattr(ModelOutput, "past_key_values") else "past_key_va
 LAYER_INDEX = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # layer index in a tensor's name
 # Names that quantisers give to a layer's numbers beside its codes.
 SCALES = re.compile(r"weight_scale(_inv|_2)?|input_scale|weight_packed|qweight|qzeros|scales|absmax|SCB")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configs
 
 
 def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None, dtype: torch.dtype | str) -> float:
@@ -303,6 +302,15 @@ def refuse_custom_code(source: str | Path, error: BaseException) -> None:
         raise OutriderError(f"{source} is a model with its own code in its folder or repository: {advice}") from error
 
 
+def has_own_code(folder: Path) -> bool:
+    """Return whether the config or the tokenizer of a folder names Python code, which transformers then runs if it may."""
+    found = False
+    for name in ("config.json", "tokenizer_config.json"):
+        with suppress(OSError, ValueError, TypeError, RecursionError):  # none, or broken: reported when it is loaded
+            found |= "auto_map" in json.loads((folder / name).read_bytes())
+    return found
+
+
 def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the model's config. Raises ``OutriderError`` if it is missing or not a language model's."""
     path, file = Path(source), gguf.find(source)
@@ -336,7 +344,8 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise OutriderError(f"the config of {source} has a text_config, which {config.model_type} models do not have")
     if folder is not None:
         _drop_default_ends(config, folder / "config.json")
-    check_sizes(str(source), vars(text))
+    own = vars(text)
+    check_sizes(str(source), {name: own.get(text.attribute_map.get(name, name)) for name in MAX_SIZES})
     refuse_encoders(config)
     return config
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, log, log1p, sqrt
-from statistics import NormalDist
+from math import ceil, inf, log, log1p, sqrt
 
 import numpy as np
+from scipy import special
 
 from outrider.registry import PLAIN
 from outrider.search.measurements import Array, Group, Measurements
 
 FIRST_SHARE = 1 / 8  # share of the traffic in the first rung; later rungs double it
 LEAST_GROUPS = 2  # minimum groups of prompts in a rung; noise cannot be estimated from one
-CONFIDENCE = 2.0  # standard errors by which a contender must be slower to be dropped
+CONFIDENCE = 0.975  # confidence that a contender is slower from which it is dropped
 MOST_KEPT = 0.75  # maximum share of the contenders of a rung that continue
 FINALISTS = 3  # number that may continue if within noise, once they have run on the whole traffic
 FINAL_SHARE = 0.5  # share of the traffic that must have run before the search may end
@@ -69,22 +69,28 @@ def ranking(measured: Measurements, labels: Sequence[str], groups: Sequence[Grou
     """Return the speeds of contenders over ``groups``, which all of them must have run on. Batch sizes have equal weights.
 
     ``num_tried``: contenders of the whole search. The fastest of many is fast by chance, too (Bonferroni's correction).
+    Quantiles are Student's, because few groups estimate the noise. Several rankings need no correction: in simulations 0 to 3%
+    of the searches find a false gain, and a correction loses one of ten gains of 10%.
     """
     if not labels:
         return Ranking({}, 0.0)
     everyone = [PLAIN, *labels]
     logs = np.zeros(len(everyone))
-    variance = 0.0
+    variance = spread = 0.0
     batches = sorted({group.batch for group in groups})
     for batch in batches:
         of_batch = [group for group in groups if group.batch == batch]
         seconds = measured.seconds(everyone, of_batch)
         logs += np.log(seconds[0].sum() / seconds.sum(1)) / len(batches)
-        variance += (noise(seconds) / len(batches)) ** 2 / len(of_batch)
+        part = (noise(seconds) / len(batches)) ** 2 / len(of_batch)
+        variance += part
+        spread += part**2 / (len(labels) * (len(of_batch) - 1) or inf)
     speedups = {label: float(np.exp(logs[1 + i])) for i, label in enumerate(labels)}
     ranked = dict(sorted(speedups.items(), key=lambda each: -each[1]))
     error = sqrt(2 * variance)  # of the difference between two contenders
-    return Ranking(ranked, CONFIDENCE * error, NormalDist().inv_cdf(1 - FALSE_GAINS / num_tried) * error)
+    freedom = variance**2 / spread if spread else inf  # Welch and Satterthwaite's
+    margin, least_gain = (error * special.stdtrit(freedom, level) for level in (CONFIDENCE, 1 - FALSE_GAINS / num_tried))
+    return Ranking(ranked, float(margin), float(least_gain))
 
 
 def noise(seconds: Array) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-from outrider.files import write_whole
+from outrider.files import locked, write_whole
 from outrider.types import OutriderError
 
 SCHEMA = "outrider-tune/2"
@@ -27,6 +28,20 @@ def is_finished(path: Path) -> bool:
         return bool(document["schema"] == SCHEMA and "result" in document)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Context manager: lock a journal. Raises ``OutriderError`` if the search of another process has locked it."""
+    if path.exists() and not path.is_file():  # /dev/null
+        yield
+        return
+    lock = path.with_name(f".{path.name}.lock")  # not the journal, which is replaced at each write
+    with locked(lock, f"another search is writing to {path}: wait for it, or give another --out or --json"):
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 class Journal:

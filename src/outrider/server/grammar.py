@@ -164,7 +164,8 @@ class Grammars:
             # The first grammar waits for the start of a worker and for the table: both at once.
             table = self._in_compiler_thread(self._compiler.table)
             answer, _ = await asyncio.gather(self.pool.do({"schema": text}, len(text), client), table)
-            self._check_memory(client, answer["bytes"])
+            num_bytes = answer["bytes"]
+            self._check_memory(client, num_bytes)
             grammar: TokenGrammar = await self._in_compiler_thread(lambda: self._compiler.compiled(text, preamble))
             grammar.num_bytes = num_bytes
         except (Busy, Stopping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -73,8 +74,13 @@ class Record:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file and make it readable by its owner only, also if it exists."""
-    descriptor = os.open(path, flags, 0o600)
+    """Open a file and make it readable by its owner only, also if it exists. Raises ``OSError`` for a symbolic link."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)  # anyone could have put a link into a shared folder
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(error.errno, "it is a symbolic link, and prompts go to the named file only: name its target") from error
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode) and mode & 0o077:
         try:

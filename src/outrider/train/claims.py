@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -15,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.errors import first_line, is_out_of_memory
-from outrider.files import write_whole
+from outrider.files import locked, write_whole
 from outrider.runner.forward import nameless_config
 from outrider.types import OutriderError
 
@@ -74,11 +73,8 @@ def advise_to_resume() -> Iterator[None]:
 def exclusive(folder: Path) -> Iterator[None]:
     """Context manager: lock a part of a work folder. Raises ``OutriderError`` if another process has locked it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutriderError(f"another run is writing to {folder}: wait for it, or give another --out and --work") from None
+    refusal = f"another run is writing to {folder}: wait for it, or give another --out and --work"
+    with locked(folder / "lock", refusal):
         for pattern in ("*.pt.*.part", "*.safetensors.*.part"):  # of a run that was killed
             for leftover in folder.glob(pattern):
                 leftover.unlink(missing_ok=True)

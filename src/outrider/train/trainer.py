@@ -114,8 +114,8 @@ class Trainer:
         self.max_gap = math.inf if self.plan.count_pauses else MAX_GAP_S
         self.clock = RunningClock(0.0, self.max_gap)
         self.interrupted = False
-        if self.checkpoint.exists():
-            self._restore()
+        self._known: int | None = None  # time of the checkpoint that this run has read or written
+        self._restore()
 
     @property
     def checkpoint(self) -> Path:
@@ -127,6 +127,9 @@ class Trainer:
         """Return the finished share of the run: the larger of the token and the time fraction."""
         by_time = self.clock.elapsed / (60 * self.plan.minutes) if self.plan.minutes else 0.0
         return min(1.0, max(self.tokens / self.plan.max_tokens, by_time))
+
+    def _time_of_checkpoint(self) -> int | None:
+        return self.checkpoint.stat().st_mtime_ns if self.checkpoint.exists() else None
 
     def _diverged(self, what: str) -> OutriderError:
         advice = "lower the learning rates (--muon-lr, --adam-lr)"
@@ -152,10 +155,17 @@ class Trainer:
         }
         with named_errors(self.checkpoint), replaced(self.checkpoint) as unfinished:
             torch.save(state, unfinished)
+        self._known = self._time_of_checkpoint()
         write_whole(self.folder / "curve.json", json.dumps(self.curve))
 
     def _restore(self) -> None:
-        """Continue from the checkpoint. Raises ``OutriderError`` if it is truncated or of another run."""
+        """Continue from the checkpoint if there is one that this run does not know.
+
+        Raises ``OutriderError`` if it is truncated or of another run.
+        """
+        if (found := self._time_of_checkpoint()) in (None, self._known):
+            return
+        self._known = found
         with damaged_file_errors(self.checkpoint):
             state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             self.model.load_state_dict(state["model"])
@@ -210,14 +220,27 @@ class Trainer:
         Raises ``OutriderError`` if the disk has no room for two checkpoints, of which one replaces the other.
         The final measurement follows the checkpoint, so that an interruption ends it at once and a resumed run repeats it.
         """
+        room = checkpoint_room(self.model, self.checkpoint)
+        require_disk(self.folder, room, "the checkpoints take", "train a smaller model or give another folder (--work)")
+        with exclusive(self.folder):
+            self._restore()  # another process may have trained since this run was made
+            self._train()
+            with advise_to_resume():
+                if self.progress < 1.0 or self.interrupted:
+                    raise KeyboardInterrupt
+                if "final" not in self.curve[-1]:
+                    logger.info("%s: measuring on held-out text", self.name)
+                    self.curve[-1] |= self._evaluate(final=True) | {"final": True}
+                    self.save()
+
+    def _train(self) -> None:
+        """Train until done or interrupted, and write a checkpoint."""
         evaluated = saved = self.clock.elapsed
         seconds_of_save = 0.0
         self.model.train()
-        room = checkpoint_room(self.model, self.checkpoint)
-        require_disk(self.folder, room, "the checkpoints take", "train a smaller model or give another folder (--work)")
         previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            with exclusive(self.folder), reporting(self.name) as report:
+            with reporting(self.name) as report:
                 while self.progress < 1.0 and not self.interrupted:
                     point = self.train_step()
                     if self.clock.elapsed - evaluated > self.plan.eval_every_s:
@@ -233,13 +256,6 @@ class Trainer:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        with advise_to_resume():
-            if self.progress < 1.0 or self.interrupted:
-                raise KeyboardInterrupt
-            if "final" not in self.curve[-1]:
-                logger.info("%s: measuring on held-out text", self.name)
-                self.curve[-1] |= self._evaluate(final=True) | {"final": True}
-                self.save()
 
     def _evaluate(self, final: bool) -> dict[str, Any]:
         if self.evaluate is None:

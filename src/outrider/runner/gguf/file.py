@@ -429,8 +429,8 @@ def _unstacked(tensor: FileTensor) -> dict[str, FileTensor]:
 def _per_layer(file: GgufFile, name: str) -> dict[str, FileTensor]:
     """Return an entry of the header as tensors. See ``Architecture.layer_entries``. Raises ``OutriderError``."""
     value, num_layers = file.entry(name), file.model_entry("block_count")
-    if not isinstance(num_layers, int) or value is None:  # refused later, as a missing number or a missing tensor
-        return {}
+    if not isinstance(num_layers, int) or not 0 < num_layers <= len(file.tensors) or value is None:
+        return {}  # refused later, as a wrong number or a missing tensor
     numbers = np.array(value, np.float32).reshape(-1)
     if len(numbers) not in (1, num_layers):
         raise OutriderError(f"{file.path}: its header says {name} for {len(numbers)} layers, expected {num_layers}")
