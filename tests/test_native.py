@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from processes import running
 
 from outrider import native
+from outrider.errors import first_line
 from outrider.native import build
 
 
@@ -101,10 +104,20 @@ def test_a_library_that_does_not_load_is_a_warning(calls: Path, caplog: pytest.L
     assert "cannot be built or loaded" in caplog.text
 
 
-def test_a_cached_library_that_does_not_load_is_built_again(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_cached_library_that_does_not_load_is_built_again(
+    is_writable: bool, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may have been built with a newer libc."""
-    built()
+    file, unlink = built(), Path.unlink
     once, loaded = len(calls.read_text().splitlines()), []
+
+    def remove(path: Path, missing_ok: bool = False) -> None:
+        if path == file and not is_writable:
+            raise OSError(errno.EROFS, "Read-only file system")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", remove)
 
     def load(path: Path) -> None:
         loaded.append(path)
@@ -116,10 +129,40 @@ def test_a_cached_library_that_does_not_load_is_built_again(calls: Path, monkeyp
     assert len(loaded) == 2 and len(calls.read_text().splitlines()) == 2 * once
 
 
+@pytest.mark.skipif(not hasattr(os, "ST_NOEXEC"), reason="mounts are not described here")
+def test_a_cache_on_a_mount_with_noexec_is_named_and_nothing_is_built_again(
+    calls: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    built()
+    once = calls.read_text()
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    assert native._loaded.__wrapped__() is False
+    assert "set OUTRIDER_CACHE to a folder on a mount without it" in caplog.text
+    assert calls.read_text() == once
+
+
 def test_another_libc_has_another_library(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = built()
     monkeypatch.setattr(build.platform, "libc_ver", lambda: ("glibc", "2.17"))
     assert built() != first
+
+
+def test_another_abi_has_another_library(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = built()
+    monkeypatch.setattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", not torch._C._GLIBCXX_USE_CXX11_ABI)
+    assert built() != first
+
+
+def test_another_cpu_has_another_library(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {built()}
+    for name in ("POWER9", "POWER10"):  # no line of flags
+        monkeypatch.setattr(build, "kernel_lines", lambda path, name=name: ["processor\t: 0", f"cpu\t\t: {name}"])
+        found.add(built())
+    monkeypatch.setattr(sys, "platform", "darwin")  # no /proc
+    for name in ("Apple M1", "Apple M4"):
+        monkeypatch.setattr(subprocess, "check_output", lambda *args, name=name, **options: f"{name}\n")
+        found.add(built())
+    assert len(found) == 5
 
 
 def test_cxx_may_contain_arguments(calls: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,6 +215,32 @@ def test_as_many_compilers_run_as_this_process_has_cores(monkeypatch: pytest.Mon
 def test_a_compiler_that_fails_without_a_message() -> None:
     with pytest.raises(subprocess.SubprocessError, match="false ended with exit code 1"):
         build._run([["false"]])
+
+
+@pytest.mark.parametrize(
+    "messages, cause",
+    [
+        ("In file included from a.h:1,\n   from a.cpp:2:\na.h:2:5: error: no x\na.h:3:5: error: no y", "a.h:2:5: error: no x"),
+        ("a.cpp:1:10: fatal error: no b.h\ncompilation terminated.", "a.cpp:1:10: fatal error: no b.h"),
+        ("ld: cannot find -lc10\ncollect2: error: ld returned 1 exit status", "ld: cannot find -lc10"),
+    ],
+)
+def test_the_cause_of_a_failed_build_is_its_first_error(messages: str, cause: str) -> None:
+    with pytest.raises(subprocess.SubprocessError) as failure:
+        build._run([["/bin/sh", "-c", 'echo "$1" >&2; exit 1', "cc", messages]])
+    assert first_line(failure.value) == cause
+
+
+def test_compilers_that_have_just_ended_may_refuse_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS does so for a group that has only zombies."""
+
+    def refuse(group: int, signal: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(build, "num_cores", lambda: 2)
+    monkeypatch.setattr(os, "killpg", refuse)
+    with pytest.raises(subprocess.SubprocessError):
+        build._run([["sleep", "0.2"], ["false"]])
 
 
 def test_importing_the_package_and_the_loader_imports_no_torch() -> None:

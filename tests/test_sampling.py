@@ -29,7 +29,7 @@ from outrider.sampling import InvalidLogits, Sampler, penalties
 from outrider.sampling.grammar_masks import token_mask
 from outrider.sampling.min_tokens import check_masks
 from outrider.sampling.penalties import Penalties, path_mask
-from outrider.sampling.randomness import GOLDEN, first_above, gumbel, mix, reference_first_above, reference_gumbel
+from outrider.sampling.randomness import GOLDEN, gumbel, mix, reference_gumbel, reference_sample_inverse_cdf, sample_inverse_cdf
 from outrider.sampling.shaping import Shaping
 from outrider.types import OutriderError, Request, SamplingParams
 
@@ -413,7 +413,7 @@ def test_draws_follow_the_probabilities_and_never_take_an_impossible_token() -> 
         assert chi_square(draws, LAW) < LIMIT
 
 
-@pytest.mark.parametrize("search", [first_above, reference_first_above])
+@pytest.mark.parametrize("search", [sample_inverse_cdf, reference_sample_inverse_cdf])
 @pytest.mark.parametrize("probs", [LAW, LAW.double() * 0.7, torch.cat([LAW.expand(40, -1).flatten(), torch.zeros(70)]) / 40])
 def test_extreme_uniform_numbers_never_select_impossible_tokens(
     search: Callable[[Tensor, list[float]], Tensor], probs: Tensor
@@ -423,7 +423,7 @@ def test_extreme_uniform_numbers_never_select_impossible_tokens(
         assert search(probs[None], [height]).tolist() == [expected]
 
 
-def test_first_above_matches_the_cumulative_sum() -> None:
+def test_sample_inverse_cdf_matches_the_cumulative_sum() -> None:
     """The blockwise search compared with one float64 sum, except at heights where rounding decides."""
     generator = torch.Generator().manual_seed(0)
     for vocab in (1, 63, 64, 65, 500, 4096):
@@ -434,8 +434,8 @@ def test_first_above_matches_the_cumulative_sum() -> None:
         sure = ((cumulative - heights).abs() > 1e-9).all(-1)
         assert sure.sum() > 40
         given = heights.flatten().tolist()
-        assert torch.equal(first_above(probs, given)[sure], (cumulative <= heights).sum(-1)[sure])
-        assert torch.equal(first_above(probs, given)[sure], reference_first_above(probs, given)[sure])
+        assert torch.equal(sample_inverse_cdf(probs, given)[sure], (cumulative <= heights).sum(-1)[sure])
+        assert torch.equal(sample_inverse_cdf(probs, given)[sure], reference_sample_inverse_cdf(probs, given)[sure])
 
 
 def test_bernoulli_follows_its_probabilities_including_0_and_1() -> None:

@@ -346,7 +346,7 @@ def test_harness_detects_a_missing_residual(verifier: Verifier, monkeypatch: pyt
     def nothing_taken_away(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) -> Tensor:
         return target_probs[torch.arange(len(target_probs)), num_accepted]
 
-    monkeypatch.setattr(outrider.verifiers.rejection, "left_over", nothing_taken_away)
+    monkeypatch.setattr(outrider.verifiers.rejection, "next_token_probs", nothing_taken_away)
     monkeypatch.setattr(outrider.verifiers.block, "residual", lambda target, draft: target / target.sum(-1, keepdim=True))
     assert loss(verifier, SETTINGS["warm"], (), chain) > 1e-3
     assert loss(verifier, SETTINGS["warm"], (), likeliest) > 1e-3

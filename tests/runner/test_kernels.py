@@ -435,6 +435,35 @@ def test_a_token_has_the_same_bits_as_a_draft_and_after_its_commit(window, kind)
         assert torch.equal(out, together[:, at : at + 1]), at
 
 
+@needs_kernels
+@pytest.mark.parametrize("kind", [{"kv_heads": 1}, {"kv_heads": 1, "dims": (64, 64), "dtype": torch.bfloat16}])
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"window": 40}])
+def test_a_token_has_the_same_bits_in_any_tile(kind, options):
+    """Tiles, which threads take separately, have 8 or 16 tokens: a prompt in chunks that divide it elsewhere."""
+    whole, parts = Pass([21], 50, **kind), Pass([21], 50, **kind)
+    together, stores, done = whole.run("cpu", **options), (parts.keys, parts.values), []
+    for first, last in ((0, 3), (3, 30), (30, 50)):
+        width = last - first
+        inputs = [x[:, :, first:last] for x in (whole.query, whole.key, whole.value)]
+        where = [parts.cache_rows, torch.tensor([21 + first]), torch.tensor([width]), whole.positions[:, first:last]]
+        where += [whole.visible[:, first:last, first:last], 0.3, options.get("softcap", 0.0), options.get("window", 0)]
+        done.append(torch.ops.outrider.attend(*inputs, *stores, 1, *where))
+    assert torch.equal(torch.cat(done, 1), together)
+
+
+@pytest.mark.parametrize("which", [CPU, "reference", TRITON])
+def test_capped_scores_are_close_to_the_hyperbolic_tangent(which):
+    """Each request has a committed token of score 0 and its own of score tanh(x): the output is the weight of the latter."""
+    x = torch.cat([torch.linspace(-12, 12, 2001), torch.tensor([0.0, 0.6249999, 0.625, 1e-5, 50.0, 3e38])])
+    batch, dim = len(x), 32
+    unit = functional.one_hot(torch.tensor(0), dim).float().expand(1, 1, batch, dim)
+    stores = (torch.zeros(1, batch, 1, 64, dim), torch.zeros(1, batch, 1, 64, dim))
+    where = [torch.arange(batch), torch.ones(batch, dtype=torch.long), torch.arange(1, batch + 1)]
+    where += [torch.ones(1, batch, dtype=torch.long), torch.ones(batch, 1, 1, dtype=torch.bool)]
+    out = attend(which, x.view(-1, 1) * unit, unit, unit, *stores, 0, *where, 1.0, 1.0, 0)[0, :, 0, 0]
+    assert (out.double().logit() - x.double().tanh()).abs().max() < 2e-6
+
+
 @pytest.mark.parametrize("which", [CPU, "reference", TRITON])
 @pytest.mark.parametrize("window", [0, 30])
 def test_a_tree_in_several_passes_equals_a_tree_in_one(which, window):

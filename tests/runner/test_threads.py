@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from outrider import native
+from outrider.runner.blocks import ROUNDED
 from outrider.runner.kernels import pack_weight
+
+from .test_kernels import Pass
 
 pytestmark = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 ROWS = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
@@ -65,3 +70,68 @@ def test_a_forked_child_has_its_own_threads(weight: Tensor, threads: int) -> Non
     alive, code = child.is_alive(), child.exitcode
     child.kill()
     assert not alive and code == 0
+
+
+Operator = Callable[[], Tensor]  # with its inputs
+
+
+def attend() -> Operator:
+    """Process a prompt with one head of keys, in tiles of 8 or 16 tokens."""
+    prompt = Pass([21], 150, kv_heads=1, dims=(64, 64), capacity=171, dtype=torch.bfloat16)
+    where = (prompt.cache_rows, torch.tensor(prompt.bases), torch.tensor([150]), prompt.positions, prompt.visible)
+    inputs = (prompt.query, prompt.key, prompt.value, prompt.keys, prompt.values, 1, *where, 0.3, 0.0, 0)
+    return partial(torch.ops.outrider.attend, *inputs)
+
+
+def next_token_probs() -> Operator:
+    rows = torch.randn(5, 3, 40_000, generator=torch.Generator().manual_seed(2)).softmax(-1)
+    tokens, num_accepted, lens = torch.zeros(5, 2, dtype=torch.long), torch.tensor([0, 1, 2, 0, 1]), torch.full((5,), 2)
+    return partial(torch.ops.outrider.next_token_probs, rows, rows[:, 1:].contiguous(), tokens, num_accepted, lens)
+
+
+def sample_inverse_cdf() -> Operator:
+    rows = torch.randn(5, 40_000, generator=torch.Generator().manual_seed(3)).softmax(-1)
+    return partial(torch.ops.outrider.sample_inverse_cdf, rows, [0.1, 0.9, 0.4, 0.6, 0.0])
+
+
+def pack_blocks() -> Operator:
+    """Round a weight of which torch would convert each panel in threads of its own."""
+    weight = torch.linspace(-1, 1, 256 * 4096).view(256, 4096).bfloat16()
+    packed = torch.zeros(8, ROUNDED[8].panel_bytes(4096), dtype=torch.uint8)
+
+    def run() -> Tensor:
+        torch.ops.outrider.pack_blocks(weight, 8, packed)
+        return packed
+
+    return run
+
+
+OPERATORS = [attend, next_token_probs, sample_inverse_cdf, pack_blocks]
+
+
+@pytest.mark.parametrize("make", OPERATORS)
+def test_one_sequence_or_batch_has_the_same_bits_with_any_number_of_threads(make: Callable[[], Operator], threads: int) -> None:
+    run = make()
+    torch.set_num_threads(1)
+    expected = run().clone()
+    for count in (2, 3, 4):
+        torch.set_num_threads(count)
+        assert torch.equal(run(), expected), count
+
+
+def _count_threads(run: Operator) -> None:
+    run()
+    os._exit(len(list(Path("/proc/self/task").iterdir())))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are not listed here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", OPERATORS)
+def test_work_is_divided_among_all_threads_and_no_others(make: Callable[[], Operator], threads: int) -> None:
+    """A forked child has no threads before."""
+    child = multiprocessing.get_context("fork").Process(target=_count_threads, args=(make(),))
+    child.start()
+    child.join(10)
+    code = child.exitcode
+    child.kill()
+    assert code == threads

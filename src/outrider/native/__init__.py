@@ -11,11 +11,12 @@ import os
 import re
 import sys
 import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.errors import first_line
+from outrider.errors import OutriderError, first_line
 from outrider.memory import num_cores
 from outrider.native import build
 
@@ -57,8 +58,8 @@ def _loaded() -> bool:
             return False
         found = build.cached(compiler)
         if found is None or not _loads(found):
-            torch.ops.load_library(build.library(compiler))
-    except build.FAILURES as error:
+            _load(build.library(compiler))
+    except (*build.FAILURES, OutriderError) as error:
         logger.warning("the CPU kernels cannot be built or loaded, torch's own are used: %s", first_line(error))
         return False
     return True
@@ -66,15 +67,23 @@ def _loaded() -> bool:
 
 def _loads(path: Path) -> bool:
     """Load a library from the cache. Remove it and return False if it does not load here, such as with an older libc."""
-    import torch
-
     try:
-        torch.ops.load_library(path)
+        _load(path)
     except OSError as error:
         logger.warning("%s does not load (%s): it is built again", path, first_line(error))
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # a cache that cannot be written
+            path.unlink()
         return False
     return True
+
+
+def _load(path: Path) -> None:
+    """Load a library. Raises ``OSError``, or ``OutriderError`` on a mount with noexec, where building again does not help."""
+    import torch
+
+    if os.statvfs(path).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise OutriderError(f"{path.parent} is on a mount with noexec: set OUTRIDER_CACHE to a folder on a mount without it")
+    torch.ops.load_library(path)
 
 
 def serves(device: torch.device) -> bool:

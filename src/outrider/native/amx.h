@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "threads.h"
+#include "vectors.h"
 
 namespace outrider::amx {
 
@@ -182,10 +183,9 @@ inline void block(const uint8_t* x, int64_t second, const uint8_t* w, const Orde
 }
 
 // Store 32 sums of one panel as results, or combine those of two panels with the epilogue. `past_caches`: with non-temporal stores. For a
-// wide layer, caches would first fetch the lines to overwrite, which takes a third of the layer's time. Not inlined: compilers may round
-// an epilogue's arithmetic differently in another copy, and then a row's bits would depend on the number of rows.
+// wide layer, caches would first fetch the lines to overwrite, which takes a third of the layer's time.
 template <typename Epilogue>
-__attribute__((noinline)) void put(const Epilogue epilogue, const float* sums, const float* others, float* to, bool past_caches) {
+inline void put(const Epilogue epilogue, const float* sums, const float* others, float* to, bool past_caches) {
   for (int64_t j = 0; j < kPanel; j += kSide) {
     __m512 result = _mm512_loadu_ps(sums + j);
     if constexpr (Epilogue::panels == 2) result = epilogue(result, _mm512_loadu_ps(others + j));
@@ -317,9 +317,6 @@ inline void to_line_of_tiles(const float* weights, int64_t slots, uint16_t* to) 
 
 // Values [slots][dim], 0 from `written` on -> for every 32 slots and 16 numbers a right-hand tile, [16 pairs of slots][16][2].
 inline void pair_values(const uint16_t* values, int64_t slots, int64_t written, int64_t dim, uint16_t* to) {
-  alignas(kLine) uint16_t low[32], high[32];
-  for (uint16_t i = 0; i < 32; ++i) low[i] = i / 2 + i % 2 * 32, high[i] = low[i] + 16;
-  const __m512i lows = _mm512_load_si512(low), highs = _mm512_load_si512(high);
   for (int64_t s = 0; s < slots; s += 2) {
     uint16_t* into = to + s / 32 * 32 * dim + s % 32 / 2 * 32;
     for (int64_t d = 0; d < dim; d += 32) {
@@ -327,8 +324,8 @@ inline void pair_values(const uint16_t* values, int64_t slots, int64_t written, 
       const __mmask32 some = is_whole ? 0xffffffffu : 0xffffu;
       const __m512i first = _mm512_maskz_loadu_epi16(s < written ? some : 0, values + s * dim + d);
       const __m512i second = _mm512_maskz_loadu_epi16(s + 1 < written ? some : 0, values + (s + 1) * dim + d);
-      _mm512_store_si512(into + d / 16 * (kTile / 2), _mm512_permutex2var_epi16(first, lows, second));
-      if (is_whole) _mm512_store_si512(into + (d / 16 + 1) * (kTile / 2), _mm512_permutex2var_epi16(first, highs, second));
+      _mm512_store_si512(into + d / 16 * (kTile / 2), _mm512_permutex2var_epi16(first, kLowTwos, second));
+      if (is_whole) _mm512_store_si512(into + (d / 16 + 1) * (kTile / 2), _mm512_permutex2var_epi16(first, kHighTwos, second));
     }
   }
 }

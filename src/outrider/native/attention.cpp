@@ -440,7 +440,7 @@ struct Attention {
     for (int64_t i = 0; i < padded; i += kLanes) {
       const int64_t slot = first + i;
       vec score = load(from + i) * pass.scale;
-      if (pass.softcap > 0) for (int j = 0; j < kLanes; ++j) score[j] = pass.softcap * std::tanh(score[j] / pass.softcap);
+      if (pass.softcap > 0) score = pass.softcap * tanh_of(score / pass.softcap);
       if (slot >= open && slot + kLanes <= first + count && !pass.is_limited() && paths[w - token].empty()) {  // `sees` of a prompt
         static_assert(sizeof(bool) == sizeof(int8_t));
         score = load(reinterpret_cast<const int8_t*>(visible(w) + slot - open)) > vec{} ? score : splat(kUnseen);
@@ -542,35 +542,41 @@ void attend_all(const Pass& pass, const Vectors& query, const Vectors& key, cons
   int64_t longest = 0;
   for (int64_t b = 0; b < pass.rows; ++b) longest = std::max(longest, pass.bases[b]);
   longest += pass.width;
-  const int64_t work = pass.width * group * longest * (pass.key_dim + pass.value_dim);
-  parallel_for(0, pass.rows * pass.kv_heads, std::max<int64_t>(1, 100'000 / work), [&](int64_t from, int64_t to) {
+  const int64_t at_once = Attention<Cache>::tokens_at_once(pass), tiles = (pass.width + at_once - 1) / at_once;
+  // This pass's keys and values of a task, one head of one request, follow the committed ones.
+  const auto write = [&](int64_t task) {
+    const int64_t b = task / pass.kv_heads, h = task % pass.kv_heads, start = pass.start(b), length = pass.length(b);
+    const int64_t slot = (pass.cache_rows[b] * pass.kv_heads + h) * pass.capacity + pass.bases[b];
+    for (int64_t w = 0; w < length; ++w) {
+      const float *k = key.at(h, start + w), *v = value.at(h, start + w);
+      for (int64_t d = 0; d < pass.key_dim; ++d) keys[(slot + w) * pass.key_dim + d] = static_cast<Cache>(k[d]);
+      for (int64_t d = 0; d < pass.value_dim; ++d) values[(slot + w) * pass.value_dim + d] = static_cast<Cache>(v[d]);
+    }
+  };
+  // The tiles of a task read the keys and values of all its tokens.
+  const int64_t written = pass.width * (pass.key_dim + pass.value_dim);
+  const auto write_some = [&](int64_t from, int64_t to) { while (from < to) write(from++); };
+  if (tiles > 1) parallel_for(0, pass.rows * pass.kv_heads, std::max<int64_t>(1, 100'000 / written), write_some);
+  const int64_t work = at_once * group * longest * (pass.key_dim + pass.value_dim);
+  parallel_for(0, pass.rows * pass.kv_heads * tiles, std::max<int64_t>(1, 100'000 / work), [&](int64_t from, int64_t to) {
     std::vector<float> buffer(Attention<Cache>::buffer_size(pass, longest));
 #if defined(OUTRIDER_AMX)
     const bool on_units = Attention<Cache>::on_units(pass);
     if (on_units) amx::shape(amx::kSide, amx::kSide);
 #endif
-    for (int64_t task = from; task < to; ++task) {
-      const int64_t b = task / pass.kv_heads, h = task % pass.kv_heads;
-      const int64_t plane = (pass.cache_rows[b] * pass.kv_heads + h) * pass.capacity;
-      Cache* k_plane = keys + plane * pass.key_dim;
-      Cache* v_plane = values + plane * pass.value_dim;
-      const int64_t start = pass.start(b), length = pass.length(b);
-      for (int64_t w = 0; w < length; ++w) {  // this pass's keys and values follow the committed ones
-        const float *k = key.at(h, start + w), *v = value.at(h, start + w);
-        const int64_t slot = pass.bases[b] + w;
-        for (int64_t d = 0; d < pass.key_dim; ++d) k_plane[slot * pass.key_dim + d] = static_cast<Cache>(k[d]);
-        for (int64_t d = 0; d < pass.value_dim; ++d) v_plane[slot * pass.value_dim + d] = static_cast<Cache>(v[d]);
-      }
-      for (int64_t token = 0; token < length; token += Attention<Cache>::tokens_at_once(pass)) {
-        Attention<Cache> attention(pass, b, h, token, k_plane, v_plane, buffer.data());
-        for (int64_t w = 0; w < attention.tokens; ++w)
-          for (int64_t g = 0; g < group; ++g)
-            std::copy_n(query.at(h * group + g, start + token + w), pass.key_dim, attention.queries + (w * group + g) * pass.key_dim);
-        attention.run();
-        for (int64_t w = 0; w < attention.tokens; ++w)
-          std::copy_n(attention.out + w * group * pass.value_dim, group * pass.value_dim,
-                      out + ((start + token + w) * pass.heads + h * group) * pass.value_dim);
-      }
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t task = i / tiles, token = i % tiles * at_once, b = task / pass.kv_heads, h = task % pass.kv_heads;
+      if (tiles == 1) write(task);
+      if (token >= pass.length(b)) continue;
+      const int64_t plane = (pass.cache_rows[b] * pass.kv_heads + h) * pass.capacity, start = pass.start(b);
+      Attention<Cache> attention(pass, b, h, token, keys + plane * pass.key_dim, values + plane * pass.value_dim, buffer.data());
+      for (int64_t w = 0; w < attention.tokens; ++w)
+        for (int64_t g = 0; g < group; ++g)
+          std::copy_n(query.at(h * group + g, start + token + w), pass.key_dim, attention.queries + (w * group + g) * pass.key_dim);
+      attention.run();
+      for (int64_t w = 0; w < attention.tokens; ++w)
+        std::copy_n(attention.out + w * group * pass.value_dim, group * pass.value_dim,
+                    out + ((start + token + w) * pass.heads + h * group) * pass.value_dim);
     }
 #if defined(OUTRIDER_AMX)
     if (on_units) _tile_release();

@@ -122,13 +122,6 @@ struct Form {
   }
 };
 
-inline float from_bfloat16(uint16_t half) {
-  const uint32_t bits = static_cast<uint32_t>(half) << 16;
-  float number;
-  std::memcpy(&number, &bits, sizeof number);
-  return number;
-}
-
 template <typename T>
 inline T read_at(const uint8_t* from, int64_t index) {
   T found;
@@ -139,7 +132,7 @@ inline T read_at(const uint8_t* from, int64_t index) {
 // One of the 32 scales or offsets.
 inline float stored_at(const uint8_t* from, Numbers kind, int64_t output) {
   switch (kind) {
-    case kBfloat16: return from_bfloat16(read_at<uint16_t>(from, output));
+    case kBfloat16: return static_cast<float>(read_at<at::BFloat16>(from, output));
     case kFloat16: return static_cast<float>(read_at<at::Half>(from, output));
     case kFloat32: return read_at<float>(from, output);
     case kZeros:
@@ -172,7 +165,7 @@ inline float value_at(const Form& form, const Panel& panel, int64_t b, int64_t i
 
 // Rows of activations in the precision of the products, in tiles of `at_once` rows.
 struct Rows {
-  int64_t count, blocks, at_once;
+  int64_t blocks, at_once;
   std::unique_ptr<int32_t[]> words;   // per tile of n rows: [words of a row][n]
   std::unique_ptr<float[]> scales;    // 8 bits only; per tile of n rows: [blocks][n]
   std::unique_ptr<int32_t[]> starts;  // 8 bits only: initial sums, for numbers that enter as differences from the lowest one
@@ -517,7 +510,7 @@ Rows prepare(const Form& form, const float* x, int64_t count, int64_t inputs) {
   const int64_t blocks = (inputs + kInputs - 1) / kInputs;
   const int64_t most = count > Arithmetic::max_rows ? std::min(Arithmetic::max_rows, kRowsOfMany) : Arithmetic::max_rows;
   const int64_t tiles = (count + most - 1) / most;
-  Rows rows{count, blocks, (count + tiles - 1) / tiles, {}, {}, {}, {}};
+  Rows rows{blocks, (count + tiles - 1) / tiles, {}, {}, {}, {}};
   rows.words.reset(new int32_t[count * blocks * Arithmetic::words]);
   rows.scales.reset(new float[count * blocks]);
   rows.starts.reset(new int32_t[count * blocks * groups]);
@@ -760,12 +753,13 @@ void round_panel(const Form& form, int64_t blocks, const Columns& columns, uint8
 }
 
 // Weights of a block of up to 32 rows, see `round_panel`.
-void columns_of_rows(const float* rows, int64_t outputs, int64_t inputs, int64_t b, int v, vec* columns) {
+template <typename Number>
+void columns_of_rows(const Number* rows, int64_t outputs, int64_t inputs, int64_t b, int v, vec* columns) {
   for (int64_t k = 0; k < kInputs; k += kLanes) {
     for (int i = 0; i < kLanes; ++i) {
       const int64_t row = v * kLanes + i, left = row < outputs ? std::clamp<int64_t>(inputs - b * kInputs - k, 0, kLanes) : 0;
-      float padded[kLanes] = {};
-      if (left) std::memcpy(padded, rows + row * inputs + b * kInputs + k, left * sizeof(float));
+      Number padded[kLanes] = {};
+      if (left) std::copy_n(rows + row * inputs + b * kInputs + k, left, padded);
       columns[k + i] = load(padded);
     }
     transpose(columns + k);
@@ -966,11 +960,13 @@ void fill_blocks(const at::Tensor& codes, const at::Tensor& scales, const std::o
 void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed) {
   TORCH_CHECK(weight.dim() == 2, "pack_blocks: weight ", weight.sizes());
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
-  round_panels((outputs + kPanel - 1) / kPanel, inputs, bits, packed, [&](int64_t p, const auto& round) {
-    const int64_t some = std::min(kPanel, outputs - p * kPanel);
-    const at::Tensor rows = weight.narrow(0, p * kPanel, some).to(at::kFloat).contiguous();
-    const float* from = rows.const_data_ptr<float>();
-    round([=](int64_t b, int v, vec* columns) { columns_of_rows(from, some, inputs, b, v, columns); });
+  const at::Tensor all = weight.contiguous();
+  by_number(all.scalar_type(), [&](auto number) {
+    const auto* from = all.const_data_ptr<decltype(number)>();
+    round_panels((outputs + kPanel - 1) / kPanel, inputs, bits, packed, [=](int64_t p, const auto& round) {
+      const int64_t first = p * kPanel, some = std::min(kPanel, outputs - first);
+      round([=](int64_t b, int v, vec* columns) { columns_of_rows(from + first * inputs, some, inputs, b, v, columns); });
+    });
   });
 }
 

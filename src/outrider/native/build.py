@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -35,7 +36,8 @@ TIMEOUT = 600.0  # seconds for compiling all units, and again for linking
 POLL = 0.02  # seconds between checks of the running compilers
 # -ffp-contract=off: otherwise compilers fuse a product and a sum in one copy of a function and not in another (GCC avoids
 # chains of fused additions on AMD CPUs), and a row's bits would depend on the copy that computes it.
-NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"  # on ARM old clangs lack the latter
+# On ARM old compilers lack -march=native, on POWER all do.
+NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64", "ppc64le") else "-march=native"
 FLAGS = (
     *("-std=c++20", "-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fPIC", "-fvisibility=hidden"),
@@ -72,12 +74,20 @@ def cached(compiler: Sequence[str]) -> Path | None:
     return disk_cache.find("kernels", _key(compiler), ".so")
 
 
+def _flags() -> list[str]:
+    """Return the compiler's flags, without the folders of torch."""
+    import torch
+
+    return [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+
+
 def _key(compiler: Sequence[str]) -> str:
     """Return the cache key: it depends on the sources, the compiler's command, the flags, torch, libc and the CPU."""
     import torch
 
     sources = [path.read_text() for path in sorted(FOLDER.iterdir()) if path.suffix in (".cpp", ".h", ".inc")]
-    what = [*sources, *compiler, *FLAGS, torch.__version__, sys.abiflags, *platform.libc_ver(), platform.machine(), cpu_flags()]
+    machine = [*platform.libc_ver(), platform.machine(), cpu_flags()]
+    what = [*sources, *compiler, *_flags(), torch.__version__, sys.abiflags, *machine]
     return f"native-{hashlib.sha256('|'.join(what).encode()).hexdigest()[:16]}"
 
 
@@ -85,8 +95,7 @@ def _compiled(compiler: Sequence[str], folder: Path) -> Path:
     import torch
 
     torch_folder = Path(torch.__file__).parent  # torch.utils.cpp_extension knows it too, but takes a second to import
-    flags = [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-    flags += [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
+    flags = [*_flags(), f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
     objects = [str(folder / f"{unit}.o") for unit in UNITS]
     sources = [str(FOLDER / f"{unit}.cpp") for unit in UNITS]
     _run([[*compiler, *flags, "-c", source, "-o", out] for source, out in zip(sources, objects, strict=True)])
@@ -117,7 +126,7 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
                         errors = _running.pop(process)
                         if process.returncode:
                             errors.seek(0)
-                            cause = errors.read().strip() or f"{program} ended with exit code {process.returncode}"
+                            cause = _cause(errors.read()) or f"{program} ended with exit code {process.returncode}"
                             raise subprocess.SubprocessError(cause)
                     if _running and monotonic() > deadline:
                         raise subprocess.TimeoutExpired(next(iter(_running)).args, TIMEOUT)
@@ -126,12 +135,18 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
             _end()
 
 
+def _cause(messages: str) -> str:
+    """Return a compiler's first error in a source, without the lines about its includes and functions; else all messages."""
+    error = re.search(r"^.+:\d+: (fatal )?error: .+", messages, re.MULTILINE)
+    return error.group() if error else messages.strip()
+
+
 def _end() -> None:
     """Kill the commands that still run, with the programs that they started."""
     with _lock:
         while _running:
             process, _ = _running.popitem()
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):  # macOS refuses signals to a group that has ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
@@ -144,6 +159,9 @@ def _exit() -> None:
 
 
 def cpu_flags() -> str:
-    """Return the CPU features that ``NATIVE`` depends on."""
+    """Return the CPU features that ``NATIVE`` depends on; on macOS the CPU's name, on which they depend."""
+    if sys.platform == "darwin":
+        return subprocess.check_output(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], text=True).strip()
     lines = kernel_lines(Path("/proc/cpuinfo"))
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "" if lines else platform.processor())
+    kinds = ("flags", "Features", "cpu\t")  # on x86; on ARM; on POWER, where only the CPU's name is known
+    return next((line for line in lines if line.startswith(kinds)), "" if lines else platform.processor())

@@ -32,8 +32,9 @@ TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def("choose(Tensor scores, Tensor settings, int[] keys, int[] counts) -> (Tensor, int[])", choose);
   library.def("likeliest(Tensor scores, Tensor settings, int[] keys, int top_k, int num_noisy) -> (Tensor, Tensor)", likeliest);
   library.def("gumbel(int[] keys, int size) -> Tensor", gumbel);
-  library.def("left_over(Tensor target, Tensor? draft, Tensor tokens, Tensor num_accepted, Tensor lens) -> Tensor", left_over);
-  library.def("first_above(Tensor probs, float[] heights) -> Tensor", first_above);
+  library.def("next_token_probs(Tensor target, Tensor? draft, Tensor tokens, Tensor num_accepted, Tensor lens) -> Tensor",
+              next_token_probs);
+  library.def("sample_inverse_cdf(Tensor probs, float[] heights) -> Tensor", sample_inverse_cdf);
   library.def(
       "penalise_(Tensor(a!) logits, Tensor ids, int num_ids, Tensor counts, Tensor? drafts, Tensor? parents, int start,"
       " float repetition, float presence, float frequency) -> ()",

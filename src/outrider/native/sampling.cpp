@@ -195,19 +195,22 @@ template <typename T>
 void shape_rows(const T* logits, T* out, int64_t num_rows, int64_t size, const double* settings, int64_t width, const int64_t* counts,
                 char* invalid) {
   parallel_for(0, num_rows, 1 + kShared / size, [&](int64_t begin, int64_t end) {
-    std::vector<T> found(size + 1), maxima;
+    std::vector<T> found, maxima;
     for (int64_t r = begin; r < end; ++r) {
       if (r % width >= counts[r / width]) continue;
       const double* setting = settings + r / width * 4;
       const T* row = logits + r * size;
       T* result = out + r * size;
-      const bool is_greedy = setting[0] == 0;
-      if (!softmax_row(row, result, size, is_greedy ? T(1) : static_cast<T>(setting[0]))) {
-        invalid[r] = 1;
-      } else if (is_greedy) {
+      if (setting[0] == 0) {
+        const int64_t first = first_peak(row, size);
+        invalid[r] = first < 0;
+        if (first < 0) continue;
         std::fill(result, result + size, T(0));
-        result[first_peak(row, size)] = 1;
+        result[first] = 1;
+      } else if (!softmax_row(row, result, size, static_cast<T>(setting[0]))) {
+        invalid[r] = 1;
       } else if (truncates(setting)) {
+        found.resize(size + 1);
         truncate_row(result, size, static_cast<int64_t>(setting[1]), setting[2], setting[3], found, maxima);
       }
     }
@@ -218,65 +221,69 @@ void shape_rows(const T* logits, T* out, int64_t num_rows, int64_t size, const d
 // (nothing was rejected: num_accepted[b] = lens[b], or rounding). target [B, width + 1, size], draft [B, width, size] or null for
 // point masses at `tokens` [B, width].
 template <typename T>
-void left_over_rows(const T* target, const T* draft, const int64_t* tokens, const int64_t* num_accepted, const int64_t* lens,
-                    int64_t batch, int64_t width, int64_t size, T* out) {
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t accepted = num_accepted[b], node = b * width + accepted;
-    const T* row = target + (b * (width + 1) + accepted) * size;
-    T* left = out + b * size;
-    std::copy(row, row + size, left);
-    if (accepted >= lens[b]) continue;
-    T lanes[kLanes] = {};
-    if (draft) {
-      const T* taken = draft + node * size;
-      int64_t i = 0;
-      for (; i + kLanes <= size; i += kLanes)
-        for (int64_t j = 0; j < kLanes; ++j) {
-          const T excess = row[i + j] - taken[i + j];
-          lanes[j] += left[i + j] = excess > 0 ? excess : 0;
-        }
-      for (; i < size; ++i) lanes[0] += left[i] = row[i] > taken[i] ? row[i] - taken[i] : 0;
-    } else {
-      left[tokens[node]] = 0;
-      for (int64_t i = 0; i < size; ++i) lanes[i % kLanes] += left[i];
+void next_token_rows(const T* target, const T* draft, const int64_t* tokens, const int64_t* num_accepted, const int64_t* lens,
+                     int64_t batch, int64_t width, int64_t size, T* out) {
+  parallel_for(0, batch, 1 + kShared / size, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      const int64_t accepted = num_accepted[b], node = b * width + accepted;
+      const T* row = target + (b * (width + 1) + accepted) * size;
+      T* left = out + b * size;
+      std::copy(row, row + size, left);
+      if (accepted >= lens[b]) continue;
+      T lanes[kLanes] = {};
+      if (draft) {
+        const T* taken = draft + node * size;
+        int64_t i = 0;
+        for (; i + kLanes <= size; i += kLanes)
+          for (int64_t j = 0; j < kLanes; ++j) {
+            const T excess = row[i + j] - taken[i + j];
+            lanes[j] += left[i + j] = excess > 0 ? excess : 0;
+          }
+        for (; i < size; ++i) lanes[0] += left[i] = row[i] > taken[i] ? row[i] - taken[i] : 0;
+      } else {
+        left[tokens[node]] = 0;
+        for (int64_t i = 0; i < size; ++i) lanes[i % kLanes] += left[i];
+      }
+      const T total = std::accumulate(lanes, lanes + kLanes, T(0));
+      if (!(total > 0)) std::copy(row, row + size, left);
+      const T scale = total > 0 ? total : T(1);
+      for (int64_t i = 0; i < size; ++i) left[i] /= scale;
     }
-    const T total = std::accumulate(lanes, lanes + kLanes, T(0));
-    if (!(total > 0)) std::copy(row, row + size, left);
-    const T scale = total > 0 ? total : T(1);
-    for (int64_t i = 0; i < size; ++i) left[i] /= scale;
-  }
+  });
 }
 
 template <typename T>
-void first_above_rows(const T* rows, int64_t num_rows, int64_t size, int64_t stride, const double* heights, int64_t* token_ids) {
+void inverse_cdf_rows(const T* rows, int64_t num_rows, int64_t size, int64_t stride, const double* heights, int64_t* token_ids) {
   constexpr int64_t kBlock = 64;
-  std::vector<double> sums((size + kBlock - 1) / kBlock);
-  for (int64_t r = 0; r < num_rows; ++r) {
-    const T* row = rows + r * stride;
-    double total = 0;
-    for (size_t b = 0; b < sums.size(); ++b) {
-      const int64_t begin = b * kBlock, end = std::min(size, begin + kBlock);
-      double lanes[8] = {};
-      int64_t i = begin;
-      for (; i + 8 <= end; i += 8)
-        for (int64_t j = 0; j < 8; ++j) lanes[j] += row[i + j];
-      for (; i < end; ++i) lanes[0] += row[i];
-      sums[b] = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
-      total += sums[b];
+  parallel_for(0, num_rows, 1 + kShared / size, [&](int64_t from, int64_t to) {
+    std::vector<double> sums((size + kBlock - 1) / kBlock);
+    for (int64_t r = from; r < to; ++r) {
+      const T* row = rows + r * stride;
+      double total = 0;
+      for (size_t b = 0; b < sums.size(); ++b) {
+        const int64_t begin = b * kBlock, end = std::min(size, begin + kBlock);
+        double lanes[8] = {};
+        int64_t i = begin;
+        for (; i + 8 <= end; i += 8)
+          for (int64_t j = 0; j < 8; ++j) lanes[j] += row[i + j];
+        for (; i < end; ++i) lanes[0] += row[i];
+        sums[b] = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+        total += sums[b];
+      }
+      const double height = heights[r] * total;
+      double reached = 0;
+      size_t block = 0;
+      while (block + 1 < sums.size() && !(reached + sums[block] > height)) reached += sums[block++];
+      int64_t taken = size - 1;
+      const int64_t end = std::min<int64_t>(size, (block + 1) * kBlock);
+      for (int64_t i = block * kBlock; i < end; ++i) {
+        if (!(row[i] > 0)) continue;  // a token of probability 0 is never selected, even if rounding leaves a remainder
+        taken = i;
+        if ((reached += row[i]) > height) break;
+      }
+      token_ids[r] = taken;
     }
-    const double height = heights[r] * total;
-    double reached = 0;
-    size_t block = 0;
-    while (block + 1 < sums.size() && !(reached + sums[block] > height)) reached += sums[block++];
-    int64_t taken = size - 1;
-    const int64_t end = std::min<int64_t>(size, (block + 1) * kBlock);
-    for (int64_t i = block * kBlock; i < end; ++i) {
-      if (!(row[i] > 0)) continue;  // a token of probability 0 is never selected, even if rounding leaves a remainder
-      taken = i;
-      if ((reached += row[i]) > height) break;
-    }
-    token_ids[r] = taken;
-  }
+  });
 }
 
 struct Factors {
@@ -585,30 +592,30 @@ at::Tensor gumbel(at::IntArrayRef keys, int64_t size) {
   return noise;
 }
 
-// target [B, N + 1, V], draft [B, N, V] or none for point masses at tokens [B, N]; num_accepted and lens [B] -> [B, V]: the residual
-// of the target's row after the accepted drafts, given the rejected draft's row.
-at::Tensor left_over(const at::Tensor& target, const std::optional<at::Tensor>& draft, const at::Tensor& tokens,
-                     const at::Tensor& num_accepted, const at::Tensor& lens) {
+// target [B, N + 1, V], draft [B, N, V] or none for point masses at tokens [B, N]; num_accepted and lens [B] -> [B, V]: the
+// distribution of the token after the accepted drafts, which is the residual of the target's row if a draft was rejected.
+at::Tensor next_token_probs(const at::Tensor& target, const std::optional<at::Tensor>& draft, const at::Tensor& tokens,
+                            const at::Tensor& num_accepted, const at::Tensor& lens) {
   const at::Tensor rows = target.contiguous(), ids = tokens.contiguous(), accepted = num_accepted.contiguous(), counts = lens.contiguous();
   const at::Tensor taken = draft.has_value() ? draft->to(target.scalar_type()).contiguous() : at::Tensor();
   const int64_t batch = ids.size(0), width = ids.size(1), size = rows.size(2);
-  TORCH_CHECK(rows.size(0) == batch && rows.size(1) == width + 1, "left_over: target ", rows.sizes(), " for drafts ", ids.sizes());
+  TORCH_CHECK(rows.size(0) == batch && rows.size(1) == width + 1, "next_token_probs: target ", rows.sizes(), " for drafts ", ids.sizes());
   at::Tensor out = rows.new_empty({batch, size});
-  AT_DISPATCH_FLOATING_TYPES(rows.scalar_type(), "left_over", [&] {
-    left_over_rows(rows.const_data_ptr<scalar_t>(), taken.defined() ? taken.const_data_ptr<scalar_t>() : nullptr,
-                   ids.const_data_ptr<int64_t>(), accepted.const_data_ptr<int64_t>(), counts.const_data_ptr<int64_t>(), batch, width,
-                   size, out.mutable_data_ptr<scalar_t>());
+  AT_DISPATCH_FLOATING_TYPES(rows.scalar_type(), "next_token_probs", [&] {
+    next_token_rows(rows.const_data_ptr<scalar_t>(), taken.defined() ? taken.const_data_ptr<scalar_t>() : nullptr,
+                    ids.const_data_ptr<int64_t>(), accepted.const_data_ptr<int64_t>(), counts.const_data_ptr<int64_t>(), batch, width,
+                    size, out.mutable_data_ptr<scalar_t>());
   });
   return out;
 }
 
 // probs [B, V], heights [B] in [0, 1) -> int64 [B]: the first token whose cumulative probability exceeds heights[b] of the total.
-at::Tensor first_above(const at::Tensor& probs, at::ArrayRef<double> heights) {
+at::Tensor sample_inverse_cdf(const at::Tensor& probs, at::ArrayRef<double> heights) {
   const at::Tensor rows = probs.stride(1) == 1 ? probs : probs.contiguous();
-  TORCH_CHECK(static_cast<int64_t>(heights.size()) == rows.size(0), "first_above: ", heights.size(), " heights for ", rows.sizes());
+  TORCH_CHECK(static_cast<int64_t>(heights.size()) == rows.size(0), "sample_inverse_cdf: ", heights.size(), " heights for ", rows.sizes());
   at::Tensor token_ids = rows.new_empty({rows.size(0)}, at::kLong);
-  AT_DISPATCH_FLOATING_TYPES(rows.scalar_type(), "first_above", [&] {
-    first_above_rows(rows.const_data_ptr<scalar_t>(), rows.size(0), rows.size(1), rows.stride(0), heights.data(),
+  AT_DISPATCH_FLOATING_TYPES(rows.scalar_type(), "sample_inverse_cdf", [&] {
+    inverse_cdf_rows(rows.const_data_ptr<scalar_t>(), rows.size(0), rows.size(1), rows.stride(0), heights.data(),
                      token_ids.mutable_data_ptr<int64_t>());
   });
   return token_ids;

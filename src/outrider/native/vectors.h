@@ -1,4 +1,4 @@
-// Vectors of one register: conversions from and to the 16-bit formats, fused products, transposition and exp.
+// Vectors of one register: conversions from and to the 16-bit formats, fused products, transposition, exp and tanh.
 
 #pragma once
 
@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include <algorithm>
@@ -74,8 +76,6 @@ inline vec load(const int8_t* from) {
 }
 inline ivec load(const int32_t* from) { ivec v; std::memcpy(&v, from, sizeof v); return v; }
 inline void store(int32_t* to, ivec v) { std::memcpy(to, &v, sizeof v); }
-inline void store(at::BFloat16* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::BFloat16>(v[i]); }
-inline void store(at::Half* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::Half>(v[i]); }
 inline int32_t sum(ivec v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(v));
@@ -158,6 +158,8 @@ inline ivec look_up(ivec table, ivec places) {
   return reinterpret_cast<ivec>(_mm512_shuffle_epi8(reinterpret_cast<__m512i>(table), reinterpret_cast<__m512i>(places)));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   return reinterpret_cast<ivec>(_mm256_shuffle_epi8(reinterpret_cast<__m256i>(table), reinterpret_cast<__m256i>(places)));
+#elif defined(__aarch64__)  // clang has no __builtin_shuffle
+  return reinterpret_cast<ivec>(vqtbl1q_u8(reinterpret_cast<uint8x16_t>(table), reinterpret_cast<uint8x16_t>(places)));
 #elif defined(__has_builtin) && __has_builtin(__builtin_shuffle) && !defined(__AVX512F__)
   typedef uint8_t bytes __attribute__((vector_size(sizeof(ivec))));
   return reinterpret_cast<ivec>(__builtin_shuffle(reinterpret_cast<bytes>(table), reinterpret_cast<bytes>(places)));
@@ -202,6 +204,16 @@ inline void exchange(vec* v, std::integer_sequence<int, lane...> lanes) {
 }
 inline void transpose(vec* v) { exchange<1>(v, std::make_integer_sequence<int, kLanes>{}); }
 
+#if defined(__AVX512BF16__)
+// Lanes of 16 bits that make pairs of two vectors' first and last halves: of a, of b, of a ...
+template <int from, int... lane>
+inline __m512i twos(std::integer_sequence<int, lane...>) {
+  typedef uint16_t lanes __attribute__((vector_size(64)));
+  return reinterpret_cast<__m512i>(lanes{static_cast<uint16_t>(lane % 2 * 32 + from + lane / 2)...});
+}
+const __m512i kLowTwos = twos<0>(std::make_integer_sequence<int, 32>{}), kHighTwos = twos<16>(std::make_integer_sequence<int, 32>{});
+#endif
+
 // exp(x) for x <= 0, relative error 2e-7 (Cephes' expf); below -87 the result is 0 to float32.
 inline vec exp_nonpositive(vec x) {
   const ivec tiny = x < splat(-87.f);
@@ -220,6 +232,17 @@ inline vec exp_nonpositive(vec x) {
   ivec bits = (whole + 127) << 23;
   vec scale; std::memcpy(&scale, &bits, sizeof scale);
   return tiny ? splat(0.f) : y * scale;
+}
+
+// tanh(x), relative error 2e-7 (Cephes' tanhf).
+inline vec tanh_of(vec x) {
+  const vec size = x < splat(0.f) ? -x : x, square = x * x, rest = exp_nonpositive(-2.f * size), far = (1.f - rest) / (1.f + rest);
+  vec y = splat(-5.70498872745e-3f);
+  y = fused(y, square, splat(2.06390887954e-2f));
+  y = fused(y, square, splat(-5.37397155531e-2f));
+  y = fused(y, square, splat(1.33314422036e-1f));
+  y = fused(y, square, splat(-3.33332819422e-1f));
+  return size < splat(0.625f) ? fused(y * square, x, x) : x < splat(0.f) ? -far : far;
 }
 
 }  // namespace outrider

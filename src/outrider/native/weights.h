@@ -84,14 +84,6 @@ inline void to_pairs(const float* from, float* to) {
   const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + kLanes);
   _mm512_storeu_ps(to, reinterpret_cast<__m512>(_mm512_cvtne2ps_pbh(high, low)));
 }
-
-// Lanes of 16 bits that make pairs of two vectors' first and last halves: of a, of b, of a ...
-template <int from, int... lane>
-inline __m512i twos(std::integer_sequence<int, lane...>) {
-  typedef uint16_t lanes __attribute__((vector_size(64)));
-  return reinterpret_cast<__m512i>(lanes{static_cast<uint16_t>(lane % 2 * 32 + from + lane / 2)...});
-}
-const __m512i kLowTwos = twos<0>(std::make_integer_sequence<int, 32>{}), kHighTwos = twos<16>(std::make_integer_sequence<int, 32>{});
 #endif
 
 }  // namespace outrider

@@ -55,18 +55,18 @@ def reference_gumbel(keys: Sequence[int], size: int, device: torch.device) -> Te
     return uniform.log_().neg_().log_().neg_().float()
 
 
-def first_above(probs: Tensor, heights: Sequence[float]) -> Tensor:
+def sample_inverse_cdf(probs: Tensor, heights: Sequence[float]) -> Tensor:
     """Sample by inverse CDF: the first token whose cumulative probability exceeds the height: [B, V], B -> int64 [B].
 
     Heights are in [0, 1). A token with probability 0 is never returned.
     """
     if not native.serves(probs.device):
-        return reference_first_above(probs, heights)
-    return torch.ops.outrider.first_above(probs, heights)
+        return reference_sample_inverse_cdf(probs, heights)
+    return torch.ops.outrider.sample_inverse_cdf(probs, heights)
 
 
-def reference_first_above(probs: Tensor, heights: Sequence[float]) -> Tensor:
-    """Compute ``first_above`` with one cumulative sum over all tokens."""
+def reference_sample_inverse_cdf(probs: Tensor, heights: Sequence[float]) -> Tensor:
+    """Compute ``sample_inverse_cdf`` with one cumulative sum over all tokens."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     height = torch.tensor(heights, dtype=torch.float64, device=probs.device).unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, height, right=True).squeeze(-1)

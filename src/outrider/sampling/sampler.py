@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.sampling.grammar_masks import GrammarMasks, token_mask
 from outrider.sampling.min_tokens import MinTokens
 from outrider.sampling.penalties import Penalties, drafts_before_rows
-from outrider.sampling.randomness import first_above, key_of, signed, uniforms
+from outrider.sampling.randomness import key_of, sample_inverse_cdf, signed, uniforms
 from outrider.sampling.shaping import Shaping
 from outrider.types import Request, RequestFault, SamplingParams
 
@@ -160,7 +160,7 @@ class Sampler:
     def categorical(self, probs: Tensor) -> Tensor:
         """Sample the last token of a round for each request: float [B, V] -> int64 [B]; never one with probability 0."""
         call = self._next_call(_NEXT_TOKEN)
-        return first_above(probs, [uniform for (uniform,) in self._uniforms(_NEXT_TOKEN, call, 1)])
+        return sample_inverse_cdf(probs, [uniform for (uniform,) in self._uniforms(_NEXT_TOKEN, call, 1)])
 
     def draw(self, probs: Tensor, index: int) -> Tensor:
         """Sample draft ``index`` of the round, keyed by (seed, sequence length, index): float [B, V] -> int64 [B].
@@ -168,7 +168,7 @@ class Sampler:
         For proposers: unlike ``categorical``, independent of how many drafts other requests have.
         """
         self._sync_round()
-        return first_above(probs, [uniform for (uniform,) in self._uniforms(_DRAFT, index, 1)])
+        return sample_inverse_cdf(probs, [uniform for (uniform,) in self._uniforms(_DRAFT, index, 1)])
 
     def _scores(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
         """Return logits [B, M, V] with bias, masks and penalties; the same tensor if nothing applies."""

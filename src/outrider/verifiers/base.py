@@ -40,12 +40,12 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     return torch.addcmul(excess, target_probs, is_empty).div_(mass + is_empty)
 
 
-def left_over(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) -> Tensor:
+def next_token_probs(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) -> Tensor:
     """Return the distribution of a chain's last token, [B, V]: the target after the accepted drafts, or the residual."""
     width, device = proposal.num_nodes, target_probs.device
     tokens, lens, draft_probs = proposal.token_ids.to(device), proposal.lens.to(device), proposal.probs
     if native.serves(device):
-        return torch.ops.outrider.left_over(target_probs, draft_probs, tokens, num_accepted, lens)
+        return torch.ops.outrider.next_token_probs(target_probs, draft_probs, tokens, num_accepted, lens)
     rejected = num_accepted < lens
     left = gather_rows(target_probs, num_accepted)  # nothing is subtracted without a rejection
     first = num_accepted.clamp_max(width - 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, left_over, residual, within
+from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, next_token_probs, residual, within
 
 
 class RejectionVerifier(Verifier):
@@ -38,7 +38,7 @@ def _verify_chain(proposal: Proposal, target_probs: Tensor, random: Randomness) 
         chances = accept_prob(chances, proposal.probs.gather(-1, drafts))
     is_accepted = random.bernoulli(within(chances.squeeze(-1), proposal.lens))
     num_accepted = is_accepted.cumprod(dim=-1).sum(dim=-1)  # [B]
-    return chain_verdict(num_accepted, random.categorical(left_over(proposal, target_probs, num_accepted)))
+    return chain_verdict(num_accepted, random.categorical(next_token_probs(proposal, target_probs, num_accepted)))
 
 
 def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, random: Randomness) -> Verdict:
