@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outrider.engine.stats import expected_speedup
-from outrider.runner.cost_book import CostBook, PlainRound
+from outrider.runner.cost_book import CostBook, MethodCosts, PlainRound
 
 
 def test_an_outlier_in_the_first_pass_is_forgotten():
@@ -59,7 +59,7 @@ def test_one_slow_pass_does_not_raise_the_cost_of_rows():
 
 def test_a_plain_round_just_after_another_model_counts_only_if_nothing_else_is_known():
     costs = CostBook()
-    method = costs.of_method(is_greedy=True)
+    method = MethodCosts(costs, is_greedy=True)
     for is_cold, score, overhead in [(True, 1.5, 0.6), *[(False, 1.0, 0.2)] * 20, *[(True, 1.4, 0.5)] * 20]:
         costs.record_round([0], 0, score, overhead, is_cold=is_cold)
         if is_cold:
@@ -69,7 +69,7 @@ def test_a_plain_round_just_after_another_model_counts_only_if_nothing_else_is_k
 
 def test_greedy_and_sampled_rounds_have_separate_verifier_costs():
     costs = CostBook()
-    greedy, sampled = costs.of_method(is_greedy=True), costs.of_method(is_greedy=False)
+    greedy, sampled = MethodCosts(costs, is_greedy=True), MethodCosts(costs, is_greedy=False)
     costs.record_round([0], 0, 1.0, 0.2, is_greedy=True)
     assert greedy.overhead(1, has_drafts=False) == greedy.overhead(1, has_drafts=True) == 0.2
     assert sampled.round_costs(1, 0) is None and sampled.overhead(1, has_drafts=False) == 0.0
@@ -80,7 +80,7 @@ def test_greedy_and_sampled_rounds_have_separate_verifier_costs():
 
 def test_costs_of_one_methods_rounds_do_not_affect_another():
     costs = CostBook()
-    first, second = costs.of_method(True), costs.of_method(True)
+    first, second = MethodCosts(costs, True), MethodCosts(costs, True)
     costs.record_round([0], 0, 1.0, 0.2)
     first.record_drafted_round(1, 0.7, first_layer=0)
     first.record_drafts(4, 1, 2.0)
@@ -136,7 +136,7 @@ def test_a_longer_context_inherits_costs_and_scales_them_by_its_first_pass():
 def test_a_wrong_first_reading_of_copied_costs_is_corrected_for_all_widths(wrong, renews):
     """The first pass in a longer context, or after a renewal, was disturbed, or ran while the machine was faster."""
     costs, slower = CostBook(), 2.0
-    width, usual = (5, 1.4) if renews else (4, 1.3)  # 5 is not among the copied ones
+    width, usual = 5, 1.4  # not among the copied ones
     for each, seconds in [(1, 1.0), (4, 1.3), (16, 2.5)]:
         costs.record_pass(each, 1, 0, seconds)
     if renews:
@@ -148,6 +148,16 @@ def test_a_wrong_first_reading_of_copied_costs_is_corrected_for_all_widths(wrong
     costs.record_pass(1, 1, 2000, slower)  # copies them
     for cache_len in (1000, 2000):
         assert [costs.pass_seconds(each, 1, cache_len) for each in (1, 16)] == pytest.approx([slower, 2.5 * slower], rel=0.1)
+
+
+def test_a_disturbed_first_reading_of_another_width_leaves_the_other_copied_costs():
+    costs = CostBook()
+    for width, seconds in [(1, 1.0), (4, 1.3), (16, 2.5)]:
+        costs.record_pass(width, 1, 0, seconds)
+    for _ in range(500):
+        costs.record_pass(1, 1, 1000, 2.0)
+    costs.record_pass(4, 1, 1000, 26.0)
+    assert costs.pass_seconds(16, 1, 1000) == pytest.approx(5.0)
 
 
 def test_a_disturbed_later_reading_changes_copied_costs_for_a_while_only():
@@ -168,13 +178,13 @@ def test_a_row_has_the_cost_from_other_batches_until_it_is_measured():
 
 
 def test_an_unmeasured_draft_costs_a_share_of_a_plain_pass():
-    model = CostBook().of_method(True)
+    model = MethodCosts(CostBook(), True)
     assert model.draft(4, 1, plain_pass=1.0) == pytest.approx(0.4)
     assert model.draft(0, 1, plain_pass=1.0) == 0
 
 
 def test_draft_costs_are_on_the_line_through_the_measurements():
-    model = CostBook().of_method(True)
+    model = MethodCosts(CostBook(), True)
     for _ in range(10):
         for k in (2, 4, 8):
             model.record_drafts(k, 1, 0.5 + 0.3 * k)
@@ -183,7 +193,7 @@ def test_draft_costs_are_on_the_line_through_the_measurements():
 
 
 def test_drafts_with_constant_cost_are_learned():
-    model = CostBook().of_method(True)
+    model = MethodCosts(CostBook(), True)
     for k in (3, 7, 15, 15, 15):
         model.record_drafts(k, 1, 0.1)
     assert model.draft(15, 1, plain_pass=1.0) == pytest.approx(0.1, rel=0.1)
@@ -191,14 +201,14 @@ def test_drafts_with_constant_cost_are_learned():
 
 @pytest.mark.parametrize("at", [0, 5])
 def test_an_outlier_in_a_draft_is_forgotten(at):
-    model = CostBook().of_method(True)
+    model = MethodCosts(CostBook(), True)
     for number in range(10):
         model.record_drafts(4, 1, 30.0 if number == at else 1.0)
     assert model.draft(4, 1, plain_pass=1.0) == pytest.approx(1.0, rel=0.15)
 
 
 def test_an_outlier_while_prefilling_does_not_prevent_later_prefills():
-    model = CostBook().of_method(True)
+    model = MethodCosts(CostBook(), True)
     model.record_catch_up(30.0, 100, plain_round=1.0)
     assert model.catch_up(100) == pytest.approx(5.0)
     for _ in range(6):
@@ -214,7 +224,7 @@ def test_the_expected_speedup_equals_leviathans_formula():
 
 def test_passes_that_start_after_the_first_layers_have_separate_costs():
     costs = CostBook()
-    model = costs.of_method(True)
+    model = MethodCosts(costs, True)
     for seconds in (0.8, 0.8, 0.8, 0.2):  # the last one compiled
         costs.record_round([0], 0, 1.0, overhead=0.0)
         costs.record_round([4], 0, seconds, overhead=0.0, first_layer=3)

@@ -64,7 +64,7 @@ class RoundCosts:
 
 
 class CostBook:
-    """Costs of a target's passes and of rounds without drafts; ``of_method`` adds the drafting costs of one method."""
+    """Costs of a target's passes and of rounds without drafts; ``MethodCosts`` adds those of one method."""
 
     def __init__(self, is_padded: bool = False) -> None:
         """``is_padded``: each request of a pass is padded to the longest."""
@@ -165,17 +165,12 @@ class CostBook:
         """Return the mean seconds of verifier and host in a round without drafts; None until one ran."""
         return self._overhead.get((batch, is_greedy))
 
-    def of_method(self, is_greedy: bool) -> MethodCosts:
-        """Return a new record of one method's costs that uses this book's passes. Greedy and sampled rounds have separate
-        records, because sampling takes longer than an argmax.
-        """
-        return MethodCosts(self, is_greedy)
-
 
 class MethodCosts:
     """Costs of one method's rounds: drafting, catching up with committed tokens, verifier and host, and the book's passes."""
 
     def __init__(self, book: CostBook, is_greedy: bool) -> None:
+        """``is_greedy``: of greedy rounds, or of sampled ones, because sampling takes longer than an argmax."""
         self._book, self._is_greedy = book, is_greedy
         self._draft: dict[int, Line] = {}  # requests drafted for -> seconds of drafting
         self._ignored: set[tuple[str, int]] = set()  # costs whose first reading was ignored
@@ -310,7 +305,7 @@ class _PassTable:
         key = batch, bucket
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = self._start_table(key, width, seconds)
+            table = self._tables[key] = self._start_table(key, width)
         count = self._counts.get((key, width), 0)
         mean = table.get(width)
         if is_cold and mean is not None:
@@ -319,7 +314,7 @@ class _PassTable:
             table[width] = self._first_reading(table, width, batch, seconds)
         else:
             if count == 0:  # copied from a neighbouring entry
-                self._anchors[key] = width
+                self._anchors.setdefault(key, width)
             new = seconds if count == 0 else _updated_mean(mean, seconds, count)
             if self._anchors.get(key) == width:  # in each reading, because the first one may have been disturbed
                 self._rescale_unmeasured(key, table, new / mean)
@@ -339,13 +334,11 @@ class _PassTable:
         widths = sorted({1.0, MAX_WIDTH, *(width for width in table if 1 < width < MAX_WIDTH)})
         return widths, [self._interpolated(table, width, batch) or 0.0 for width in widths]
 
-    def _start_table(self, key: Key, width: float, seconds: float) -> dict[float, float]:
-        """Return the costs of the nearest cache bucket, or those of replaced passes, scaled by the ratio measured now."""
-        if near := _nearest(self._tables, key):
-            return dict(near)
-        before = _nearest(self._eager_tables, key)
+    def _start_table(self, key: Key, width: float) -> dict[float, float]:
+        """Return the costs of the nearest cache bucket, or those of replaced passes, for the first measured width too."""
+        before = _nearest(self._tables, key) or _nearest(self._eager_tables, key)
         then = self._interpolated(before, width, key[0])
-        return {**{w: price * seconds / then for w, price in before.items()}, width: seconds} if then else {}
+        return {**before, width: then} if then else {}
 
     def _first_reading(self, table: dict[float, float], width: float, batch: int, seconds: float) -> float:
         """Return the cost of a width that never ran: a reading far above the neighbouring widths is probably interference."""

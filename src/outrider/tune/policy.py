@@ -43,7 +43,7 @@ class DraftLengthPolicy:
     def __init__(self, max_k: int, costs: CostBook, num_nodes: Callable[[int], int] = int) -> None:
         """``num_nodes``: drafts in a proposal with paths of length k; k for chains."""
         self.max_k, self._num_nodes = max_k, num_nodes
-        self._costs: dict[bool, MethodCosts] = {is_greedy: costs.of_method(is_greedy) for is_greedy in (True, False)}
+        self._costs: dict[bool, MethodCosts] = {is_greedy: MethodCosts(costs, is_greedy) for is_greedy in (True, False)}
         self._tracks: dict[str, Track] = {}
         self._shared: dict[float, Acceptance] = {}  # by temperature, the strongest influence on acceptance
         self._longest_so_far = FIRST_LONGEST  # longest draft so far
