@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from runner.rounds import make_model, make_request, untouched, verdict_of
@@ -24,7 +26,7 @@ class Priced(Drafting):
     prices = FREE
 
     def context(self, limits):
-        return super().context(limits).priced(self.prices)
+        return replace(super().context(limits), prices=self.prices)
 
 
 def started(prices, limits=(9,), stops=None):

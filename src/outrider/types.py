@@ -211,10 +211,6 @@ class Context:
         limits = tuple([min(pair) for pair in zip(self.limits, lengths, strict=True)])
         return replace(self, limits=limits)
 
-    def priced(self, prices: DraftPrices | None) -> Context:
-        """Return the same context with these prices."""
-        return self if prices is None else replace(self, prices=prices)
-
 
 def joined(chunks: Sequence[Tensor]) -> Tensor:
     """Concatenate chunks of rows; a single one is not copied, and none give an empty tensor."""

@@ -286,13 +286,29 @@ def test_a_request_whose_drafts_the_target_fails_on_continues_without_them(batch
     assert "the target fails on its drafts: " in record.getMessage()
 
 
-def test_sampled_drafts_that_the_target_fails_on_end_the_request():
-    """To leave them out because of their values would bias the output."""
+@pytest.mark.parametrize(("coupled", "reason"), [(False, "error"), (True, "length")])
+def test_sampled_drafts_that_the_target_fails_on_end_the_request_unless_noise_is_coupled(coupled, reason):
+    """To leave them out because of their values would bias the output; with coupled noise it is the same without them."""
     runner = TableRunner()
     failing_on_drafts(runner, "r1", "nan")
     proposer = ScriptedProposer(lambda context, k: with_row_0(good(context)))
-    found = run(make_engine(proposer, 3, runner=runner), requests(temperature=1.0))
-    assert [found[f"r{b}"][-1].finish_reason for b in range(3)] == ["length", "error", "length"]
+    found = run(make_engine(proposer, 3, runner=runner, coupled=coupled), requests(temperature=1.0))
+    assert [found[f"r{b}"][-1].finish_reason for b in range(3)] == ["length", reason, "length"]
+
+
+def test_a_proposer_gets_no_verdict_on_drafts_that_the_target_fails_on():
+    runner, heard = TableRunner(), set()
+
+    class Listener(Proposer):
+        def propose(self, context, k):
+            return good(context)
+
+        def commit(self, context, verdict):
+            heard.update(context.request_ids)
+
+    failing_on_drafts(runner, "r1", "raises")
+    assert outputs(run(make_engine(Listener(), 3, runner=runner), requests())) == plain()
+    assert heard == {"r0", "r2"}
 
 
 def test_draft_probabilities_are_moved_to_the_targets_device():

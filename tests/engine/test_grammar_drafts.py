@@ -18,6 +18,7 @@ from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
 from outrider.sampling import sampler
 from outrider.types import Context, Proposal, Request, Round, SamplingParams, Verdict
 
+from .test_failures import failing_on_drafts
 from .toy import EOS, VOCAB, TableRunner, greedy_continuation, make_engine, make_request, oracle, outputs, run
 
 FREE = range(1, VOCAB)
@@ -71,6 +72,16 @@ def test_a_forced_run_is_one_pass() -> None:
     assert stats.num_drafts == stats.num_reached == stats.num_drafted_rounds == 0 and stats.acceptance_histogram == {0: 11}
     origins = [origin for emission in found["a"] for origin in emission.origins]
     assert origins[:6] == ["plain", "grammar", "grammar", "grammar", "grammar", "plain"]
+
+
+def test_drafts_that_the_target_fails_on_are_not_made_again(caplog: pytest.LogCaptureFixture) -> None:
+    runner = TableRunner()
+    failing_on_drafts(runner, "a", "raises")
+    engine = make_engine(runner=runner)
+    found = run(engine, [forced("a", blocks, max_tokens=50)])
+    assert outputs(found)["a"] == plain_output(blocks, max_tokens=50)
+    assert engine.stats.faults == len(caplog.records) == 1
+    assert not engine._grammar_drafts._stopped
 
 
 @pytest.mark.parametrize("length", [3, MAX_DRAFTS, MAX_DRAFTS + 1, 40])

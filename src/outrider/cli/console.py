@@ -201,5 +201,5 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
             del shares["prefill"]
         lines.append("time: " + ", ".join(f"{name} {part:.2f} s ({part / total:.0%})" for name, part in shares.items()))
     if stats.faults:
-        lines.append(f"the proposer failed {stats.faults} time(s); plain decoding continued (use --debug for details)")
+        lines.append(f"drafting failed {stats.faults} time(s); plain decoding continued (use --debug for details)")
     return Text("\n".join(lines), style="dim")

@@ -1,14 +1,14 @@
 """The engine loop: admit requests, prefill prompts, run one round for the other requests, emit their output.
 
-The round itself is ``engine/round.py``. Independent of drafting methods. If the proposer fails, requests continue without
-drafts; if the target fails, the request that causes it ends with an error.
+The round itself is ``engine/round.py``. Independent of drafting methods. If the proposer fails, or the target fails on
+drafts, requests continue without drafts; a request on which the target fails without drafts too ends with an error.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -144,7 +144,7 @@ class Engine:
     # --- rounds -------------------------------------------------------------------------------------------------------------
 
     def _round(self, batch: Batch) -> list[Emission]:
-        """Run one round. If the target fails, rerun it for each request alone, so that only those at fault end."""
+        """Run one round. If the target fails, rerun it for each request alone, so that only those at fault are affected."""
         k, requested = self._plan_drafts(batch)
         if k:
             batch = Batch(batch.entries, requested)
@@ -175,7 +175,7 @@ class Engine:
         k, requested = max(lengths), batch.context
         if lengths.count(k) < len(lengths):
             requested = requested.limited(lengths)
-        return k, self._prefill_drafts(requested.priced(self.policy.prices)) if k else requested
+        return k, self._prefill_drafts(replace(requested, prices=self.policy.prices)) if k else requested
 
     def _lengths(self, batch: Batch) -> list[int]:
         """Return K for each request: its own, or the policy's.
@@ -208,22 +208,28 @@ class Engine:
             tries, error = [proposal] if len(lens) > 1 else [], failure.__cause__
             # No token is decided yet, and these drafts follow from committed tokens. Sampled ones may fail because of their
             # values, and leaving them out for that would bias the output.
-            if lens[b] and (proposal.probs is None or entry.request.params.is_greedy):
+            if lens[b] and (proposal.probs is None or alone.context.sampler.is_deterministic):
                 tries.append(Proposal.empty(1))
             for each in tries:
+                if each is not proposal:
+                    self._stop_drafts(entry.request, error)
                 try:
                     result = finish_round(alone, k, each, self._parts)
                 except TargetError as again:
                     self._clock.take()
                     error = again.__cause__
-                    continue
-                if each is not proposal:
-                    self._guard.pause([entry.request], f"the target fails on its drafts: {type(error).__name__}: {error}")
-                emissions += self._settle(alone, result)
-                break
+                else:
+                    emissions += self._settle(alone, result)
+                    break
             else:
                 emissions.append(self._fail(entry, error))
         return emissions
+
+    def _stop_drafts(self, request: Request, error: BaseException | None) -> None:
+        """Pause the proposer, and stop the drafts of the grammar, for a request on whose drafts the target fails."""
+        self._guard.pause([request], f"the target fails on its drafts: {type(error).__name__}: {error}")
+        if self._grammar_drafts is not None:
+            self._grammar_drafts.stop(request)
 
     def _settle(self, batch: Batch, result: RoundResult, requested: Context | None = None) -> list[Emission]:
         """Record a round and return its emissions. ``requested``: the context with the requested K; None in reruns."""

@@ -120,17 +120,19 @@ class GrammarDrafts:
         self._inner, self._drafts_ahead, self._max_drafts = inner, drafts_ahead, max_drafts
         self._most = MAX_DRAFTS if max_drafts is None else min(MAX_DRAFTS, max_drafts)
         self._guesser = TokenGuesser()
+        self._stopped: set[str] = set()  # requests without these drafts
         self._rows: dict[str, _Row] = {}  # by request id, for requests with a grammar
         self._view: Context | None = None  # context of the inner drafter, if it differs from the round's
 
     def find_tokens(self, context: Context) -> None:
         """Find the forced and guessed tokens of a round. ``context.limits``: maximum number of drafts per request.
 
-        A request that asked for no drafts gets none, nor does one at a dead end.
+        A request that asked for no drafts gets none, nor does one that is stopped or at a dead end.
         """
         self._rows, self._view = {}, None
         for request, limit in zip(context.requests, context.limits, strict=True):
-            if request.matcher is not None and request.num_draft_tokens != 0 and limit > 0:
+            is_stopped = request.num_draft_tokens == 0 or request.request_id in self._stopped
+            if request.matcher is not None and not is_stopped and limit > 0:
                 room = limit if self._max_drafts is None else min(limit, self._max_drafts)
                 before, num_certain = forced_and_guessed_tokens(request, [], min(self._most, limit), self._guesser)
                 self._rows[request.request_id] = _Row(0 if is_dead_end(request, []) else room, before, num_certain)
@@ -154,8 +156,13 @@ class GrammarDrafts:
             context = self._view.take([rows[request_id] for request_id in context.request_ids])
         self._inner.commit(context, verdict)
 
+    def stop(self, request: Request) -> None:
+        """Make no more drafts for a request, because the target fails on them."""
+        self._stopped.add(request.request_id)
+
     def release(self, request_ids: Sequence[str]) -> None:
         """Drop requests that ended; the next round would, but may be far off."""
+        self._stopped.difference_update(request_ids)
         for request_id in request_ids:
             self._rows.pop(request_id, None)
         if not self._rows:

@@ -38,7 +38,7 @@ class GuardedProposer:
     def __init__(
         self, proposer: Proposer, vocab_size: int, report: Callable[[Sequence[str]], None], supports_trees: bool
     ) -> None:
-        """``report`` is called with the ids of requests for which the proposer failed.
+        """``report`` is called with the ids of requests that are paused.
 
         ``supports_trees``: whether target and verifiers support trees. If not, each tree is reduced to its first path.
         """
@@ -110,6 +110,22 @@ class GuardedProposer:
     def retire(self, request_ids: Sequence[str]) -> None:
         """Drop the state of finished requests; the proposer may keep their cache for requests with the same prefix."""
         self._remove(request_ids, self._proposer.retire)
+
+    def pause(self, requests: Sequence[Request], reason: str | Exception) -> None:
+        """Pause drafting for requests and drop the proposer's state for them; it gets no verdict on their current drafts."""
+        ids = [request.request_id for request in requests]
+        self._drafted.difference_update(ids)
+        for request in requests:
+            drafting = self._drafting(request)
+            drafting.is_prefilled = False
+            drafting.paused_until = self._round_index - 1 + (FIRST_PAUSE << min(drafting.num_faults, MAX_DOUBLINGS))
+            drafting.num_faults += 1
+        self._report(ids)
+        if isinstance(reason, Exception):
+            logger.debug("proposer %r failed", self._proposer.name, exc_info=reason)
+            reason = f"{type(reason).__name__}: {reason}"
+        logger.warning("no drafts of proposer %r for requests %s: %s", self._proposer.name, ", ".join(ids), reason)
+        self._release_caches(ids, self._proposer.release)
 
     # --- samples of one prompt, hidden states ------------------------------------------------------------------------------
 
@@ -186,21 +202,6 @@ class GuardedProposer:
         named = error.request_ids if isinstance(error, RequestFault) else ()
         at_fault = [request for request in requests if request.request_id in named] or requests
         self.pause(at_fault, error)
-
-    def pause(self, requests: Sequence[Request], reason: str | Exception) -> None:
-        """Pause drafting for requests and drop the proposer's state for them."""
-        ids = [request.request_id for request in requests]
-        for request in requests:
-            drafting = self._drafting(request)
-            drafting.is_prefilled = False
-            drafting.paused_until = self._round_index - 1 + (FIRST_PAUSE << min(drafting.num_faults, MAX_DOUBLINGS))
-            drafting.num_faults += 1
-        self._report(ids)
-        if isinstance(reason, Exception):
-            logger.debug("proposer %r failed", self._proposer.name, exc_info=reason)
-            reason = f"{type(reason).__name__}: {reason}"
-        logger.warning("proposer %r failed; no drafts for requests %s: %s", self._proposer.name, ", ".join(ids), reason)
-        self._release_caches(ids, self._proposer.release)
 
     def _remove(self, request_ids: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:
         for request_id in request_ids:
