@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.engine.detokenizer import BROKEN, BytesDetokenizer, DetokenizerFactory, StopScanner, WindowDetokenizer
+from outrider.runner.tokenizers import ByteTable
 
 TEXTS = [
     "def add(a, b):\n    return a + b\n",
@@ -153,6 +154,21 @@ def test_special_tokens_are_kept_on_request(kind):
     text = "".join(detokenizer.feed([token]) for token in ids) + detokenizer.flush()
     assert text == tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert text.count(tokenizer.eos_token) == 2
+
+
+def test_special_tokens_are_named_while_another_thread_adds_tokens_to_the_table():
+    tokenizer = TOKENIZERS["sentencepiece"]
+    factory = DetokenizerFactory(tokenizer)
+
+    class Growing(ByteTable):
+        def items(self):
+            for item in super().items():
+                self[max(self) + 1]
+                yield item
+
+    factory([2, 3])  # the table is of tokens of prompts
+    factory._table.__class__ = Growing
+    assert factory([], skip_special_tokens=False).feed([tokenizer.eos_token_id]) == "<eos>"
 
 
 def test_ids_outside_the_tokenizer_decode_to_nothing():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from outrider.runner.tokenizers import BROKEN, ByteTable, byte_table, special_ids, strips_first_space
@@ -29,9 +28,9 @@ class Detokenizer(Protocol):
 
 
 class BytesDetokenizer:
-    """A table of token bytes and an incremental UTF-8 decoder. O(1) per token, without tokenizer calls."""
+    """A table of token bytes and an incremental UTF-8 decoder. O(1) per token; the tokenizer is asked once for each."""
 
-    def __init__(self, table: Sequence[bytes] | ByteTable, strips_space: bool = False) -> None:
+    def __init__(self, table: Mapping[int, bytes], strips_space: bool = False) -> None:
         """``strips_space``: whether the text loses a space with which it begins."""
         self._table, self._strips_space = table, strips_space
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -107,7 +106,8 @@ class DetokenizerFactory:
             return WindowDetokenizer(self._tokenizer, prompt_ids, not shown, self._special - shown if shown else ())
         table = self._tables.get(shown)
         if table is None:
-            table = copy.copy(self._table)
+            table = byte_table(self._tokenizer)  # not a copy: another thread may add tokens to the common one
+            assert table is not None
             table.update({token: str(self._tokenizer.convert_ids_to_tokens(token)).encode() for token in shown})
             self._tables[shown] = table  # once it is complete: another thread may read it
         begins = self._strips_space and not BytesDetokenizer(self._table).feed(prompt_ids[-CONTEXT_TOKENS:])
