@@ -57,11 +57,11 @@ class Sampler:
         params = [request.params for request in self.requests]
         self._shaping = Shaping(params, vocab_size, self.device)
         self._all_greedy = all(self._shaping.is_greedy)
-        self._biases = _Biases(self.requests, vocab_size, self.device)
+        biases, penalties = (None, None) if earlier is None else (earlier._biases, earlier._penalties)
+        self._biases: _Biases = _Biases(self.requests, vocab_size, self.device, biases)
         self._min_tokens = MinTokens(self.requests, eos_token_ids, vocab_size, self.device)
         self._grammars = GrammarMasks(self.requests)
-        known = None if earlier is None else earlier._penalties
-        self._penalties: Penalties = Penalties(self.requests, vocab_size, self.device, known)
+        self._penalties: Penalties = Penalties(self.requests, vocab_size, self.device, penalties)
         self._lens: list[int] = []
         self._num_calls: Counter[int] = Counter()  # of the round, by purpose
         self._prefixes: dict[int, list[int]] = {}  # purpose -> common part of each request's keys in the round
@@ -70,11 +70,10 @@ class Sampler:
         self._source: Sampler | None = None  # sampler that this one continues
 
     def for_batch(self, requests: Sequence[Request]) -> Sampler:
-        """Return the sampler of another batch. The token counts of requests in both are not counted again."""
+        """Return the sampler of another batch. It shares the biases and token counts of requests in both."""
         return Sampler(requests, self.vocab_size, self.device, self.coupled, self.eos_token_ids, earlier=self)
 
     def take(self, rows: Sequence[int]) -> Sampler:
-        """Return the sampler of these requests, in this order."""
         key = tuple(rows)
         if key not in self._parts:
             if len(self._parts) == _MAX_PARTS:
@@ -91,7 +90,6 @@ class Sampler:
         return part.continued({at: request for at, (request, before) in pairs if request is not before})
 
     def continued(self, requests: Mapping[int, Request]) -> Sampler:
-        """Return the sampler of the same batch in which some requests, given by row, have more tokens."""
         other = copy.copy(self)
         other.requests = tuple([requests.get(b, request) for b, request in enumerate(self.requests)])
         other._min_tokens = MinTokens(other.requests, self.eos_token_ids, self.vocab_size, self.device)
@@ -103,7 +101,6 @@ class Sampler:
 
     @property
     def is_deterministic(self) -> bool:
-        """Return whether the round is deterministic: every row is greedy, or noise is coupled to (seed, position)."""
         return self._all_greedy or self.coupled
 
     def tokens(
@@ -114,10 +111,7 @@ class Sampler:
         start: int = 0,
         lens: Tensor | None = None,
     ) -> Tensor:
-        """Return tokens int64 [B, M] from [B, M, V]: argmax, coupled, or sampled. Raises ``InvalidLogits``.
-
-        Coupled noise is Gumbel-max sampling with noise keyed by (seed, position): Daliri, Musco, Suresh, arXiv 2408.07978.
-        """
+        # Coupled noise is Gumbel-max sampling with noise keyed by (seed, position): Daliri, Musco, Suresh, arXiv 2408.07978.
         if not self.is_deterministic:
             probs = self.probs(logits, drafts, parents, start, lens)
             return torch.stack([self.draw(probs[:, j], start + j) for j in range(probs.shape[1])], dim=1)
@@ -236,15 +230,23 @@ def _counts(logits: Tensor, lens: Tensor | None) -> list[int]:
 class _Biases:
     """Logit bias and token masks of the requests that have any."""
 
-    def __init__(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
-        found = [(b, _bias_of(request.params, vocab_size)) for b, request in enumerate(requests)]
-        self._rows = [(b, bias.to(device)) for b, bias in found if bias is not None]
+    def __init__(
+        self, requests: Sequence[Request], vocab_size: int, device: torch.device, earlier: _Biases | None = None
+    ) -> None:
+        """``earlier``: of another batch, whose biases of the same requests are shared."""
+        known = {} if earlier is None else {request: bias for _, request, bias in earlier._rows}
+        self._rows: list[tuple[int, Request, Tensor]] = []
+        for b, request in enumerate(requests):
+            bias = known[request] if request in known else _bias_of(request.params, vocab_size)
+            if bias is not None:
+                self._rows.append((b, request, bias.to(device)))
         self.is_empty = not self._rows
 
     def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
-        """Add to the first ``counts[b]`` rows of scores [B, M, V], in place. Only ``counts`` is read of the rest."""
-        self._rows = [(b, bias.to(scores.dtype)) for b, bias in self._rows]  # once, as all scores have the same dtype
-        for b, bias in self._rows:
+        """Add to the first ``counts[b]`` rows of scores [B, M, V]. ``drafts``, ``parents`` and ``start`` are not read."""
+        # once, as all scores have the same dtype
+        self._rows = [(b, request, bias.to(scores.dtype)) for b, request, bias in self._rows]
+        for b, _, bias in self._rows:
             scores[b, : counts[b]] += bias
 
 
