@@ -72,9 +72,8 @@ class ClockedRunner:
         self._inner, self._clock = inner, clock
 
     def score(self, context: Context, proposal: Proposal, hidden: tuple[int, ...]) -> Scores:
-        self._clock.enter("score")
-        scores = self._inner.score(context, proposal, hidden)
-        wait_for(scores.logits.device)
+        with self._clock.phase("score"):
+            scores = self._inner.score(context, proposal, hidden)
         self._clock.enter("verify")
         return scores
 

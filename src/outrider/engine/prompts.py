@@ -94,7 +94,7 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     Raises ``OutriderError`` for malformed tool calls and for content that is not text or parts with text.
     """
     plain = {**message, "content": _text_of(message)}
-    if message["role"] == "developer":  # OpenAI's newer name: templates drop unknown roles, or know one that is not meant
+    if message["role"] == "developer":  # OpenAI's newer name for system, which most templates do not know
         plain["role"] = "system"
     if thoughts := message.get("reasoning_content") or message.get("reasoning"):
         plain["reasoning_content"] = thoughts

@@ -34,7 +34,6 @@ class _Place(Generic[Item]):
     item: Item
     client: str
     cost: float
-    is_removed: bool = False
 
     def rank(self) -> tuple[int, float, int]:
         return -self.priority, self.end, self.number
@@ -46,7 +45,6 @@ class FairQueue(Generic[Item]):
     def __init__(self) -> None:
         self._waiting: list[_Place[Item]] = []  # in the order of service; removed items are left out when it is next read
         self._places: dict[Item, _Place[Item]] = {}  # of the items that wait
-        self._has_removed = False
         self._ends: dict[str, float] = {}  # client -> virtual time at the end of its last item
         self._time = 0.0  # virtual time at the end of the item served last
         self._count = 0
@@ -75,25 +73,22 @@ class FairQueue(Generic[Item]):
 
     def remove(self, item: Item) -> None:
         """Remove an item, if it waits, without serving it: its client's later items wait as if it had never been queued."""
-        gone = self._places.pop(item, None)
-        if gone is not None:
-            gone.is_removed = self._has_removed = True
-            if not self._places:
-                self._in_order()  # keep nothing of the items
+        self._places.pop(item, None)
+        if len(self._waiting) > 2 * len(self._places):
+            self._in_order()  # do not keep many removed items
 
     def _in_order(self) -> list[_Place[Item]]:
         """Return the places in the order of service, after one pass for all items removed since the last call.
 
         A call that ends may remove thousands of items in a row.
         """
-        if not self._has_removed:
+        if len(self._waiting) == len(self._places):
             return self._waiting
-        self._has_removed = False
         kept: list[_Place[Item]] = []
         freed: dict[str, float] = {}  # client -> work of its removed items so far
         for place in sorted(self._waiting, key=lambda place: place.number):
             before = freed.get(place.client, 0.0)
-            if place.is_removed:
+            if self._places.get(place.item) is not place:
                 freed[place.client] = before + place.cost
             else:
                 place.end = min(place.end, max(self._time + place.cost, place.end - before))

@@ -120,10 +120,10 @@ class PassThrough(Cache):
 
 
 class _Kept(NamedTuple):
-    """Row of a finished request."""
+    """What the row of a finished request holds."""
 
     owner: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
 
 
 class KVCache(PassThrough):
@@ -152,7 +152,7 @@ class KVCache(PassThrough):
         self.lookahead = 0  # tokens after its own that an entry depends on, in the caches of heads that read the next token
         self._row_of: dict[str, int] = {}
         self._texts: dict[str, Sequence[int]] = {}  # token lists of requests with a row, if rows are kept
-        self._kept: dict[int, _Kept] = {}  # row of a finished request -> its tokens, least recently used first
+        self._kept: dict[int, _Kept] = {}  # rows of finished requests, least recently used first
         self.states = StateCache(shape.states, max_drafts, device)
         bytes_per_slot = max(1, shape.floats_per_token * dtype.itemsize)
         self._state_slots = -(-self.row_bytes(0) // bytes_per_slot)  # a row's states, in slots
@@ -251,18 +251,14 @@ class KVCache(PassThrough):
         self.release(request_ids)
 
     def longest_prefix(self, request_id: str, text: Sequence[int], limit: int | None = None) -> tuple[int | None, int]:
-        """Return the row of the request's owner that shares the longest cached prefix with ``text``, and the prefix's length.
+        """Return the owner's row with the longest cached prefix of ``text`` but its last token, and the prefix's length.
 
-        The last token of ``text`` is excluded. (None, 0) if the prefix is shorter than ``MIN_SHARED_PREFIX``.
-
-        ``limit``: the longest to use.
+        (None, 0) if that is shorter than ``MIN_SHARED_PREFIX``. ``limit``: the longest to use.
         """
         ahead = self.lookahead
         most_in_common = len(text) - 1 if limit is None else min(len(text) - 1, limit + ahead)
         owner = owner_of(request_id)
-        held: list[tuple[int, Sequence[int]]] = [
-            (row, kept.token_ids) for row, kept in self._kept.items() if kept.owner == owner
-        ]
+        held = [(row, kept.token_ids) for row, kept in self._kept.items() if kept.owner == owner]
         own = [(name, known) for name, known in self._texts.items() if owner_of(name) == owner]
         held += [(self._row_of[name], known) for name, known in own if name in self._row_of]
         best, longest = None, MIN_SHARED_PREFIX - 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -34,16 +33,6 @@ from outrider.runner.rounding import choose_reader, refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
 from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
-
-
-@dataclass
-class _PendingScore:
-    """State between ``score`` and ``commit``: positions of each request's drafts."""
-
-    request_ids: tuple[str, ...]
-    root_slots: list[int]  # slot of the root (the last committed token)
-    is_tree: bool
-
 
 Sequences = Sequence[Sequence[int]]  # token ids of each request
 NextToken = Callable[[Tensor, int], Tensor | None]  # (logits [B, 1, V], step index) -> tokens [B, 1] int64; None: the last step
@@ -82,7 +71,7 @@ class ModelRunner:
         # Lengths that a sequence must not cross within a round, because it is then prefilled again with other frequencies.
         self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.window,)
         self._round_hidden = RoundHidden(copies=self.layouts.is_padded)
-        self._round: _PendingScore | None = None
+        self._scored: tuple[tuple[str, ...], list[int], bool] | None = None  # until commit: requests, slots of roots, is a tree
         self.file: PackedFile | None = None  # in which weights that the caller rounds can be stored
 
     @classmethod
@@ -192,23 +181,23 @@ class ModelRunner:
         given = inputs.ids if states is None else inputs.join(states)
         logits, found = self.passes.run(given, inputs.layout, hidden, logits_at, span)
         roots = [base + length - 1 for base, length in zip(bases, text_lens, strict=True)]
-        self._round = _PendingScore(context.request_ids, roots, proposal.is_tree)
+        self._scored = context.request_ids, roots, proposal.is_tree
         read = self._round_hidden.whole(found, context.requests, inputs.starts, [len(text) for text in tokens]) if found else {}
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, 1 + proposal.num_nodes).float()
         return Scores(logits, read, first_layer=span.start)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Keep the accepted path of the last score; rejected drafts are overwritten by the next pass."""
-        last = self._round
-        if last is None or last.request_ids != context.request_ids:
+        if self._scored is None or self._scored[0] != context.request_ids:
             raise RuntimeError("commit without the score of the same round")
-        for request_id, root, path in zip(last.request_ids, last.root_slots, verdict.paths, strict=True):
+        request_ids, roots, is_tree = self._scored
+        for request_id, root, path in zip(request_ids, roots, verdict.paths, strict=True):
             row = self.cache.row(request_id)
-            if last.is_tree:
+            if is_tree:
                 self.cache.keep(row, root + 1, path)
             self.cache.cached_lens[row] = root + 1 + len(path)
-        self._round_hidden.forget(last.request_ids)
-        self._round = None
+        self._round_hidden.forget(request_ids)
+        self._scored = None
 
     def prepare(self, hidden: tuple[int, ...] = ()) -> None:
         """Compile, or load, the whole pass that reports these hidden states, and the other passes in use."""
@@ -453,7 +442,7 @@ class ModelRunner:
     def _rows(self, request_ids: Sequence[str], sequences: Sequences, from_start: bool) -> list[int]:
         """Return the requests' rows. With ``from_start`` one that was not started begins at token 0.
 
-        The last token of each is uncached, and all tokens are if a pass that failed overwrote the recurrent state.
+        At least the last token of each is uncached; all tokens are, if a failed pass overwrote the recurrent state.
         """
         limit = 0 if from_start else None
         rows = [self.cache.row_for(request_id, text, limit) for request_id, text in zip(request_ids, sequences, strict=True)]

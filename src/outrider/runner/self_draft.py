@@ -92,8 +92,7 @@ class SelfDraft:
     def release(self, request_ids: Sequence[str]) -> None:
         """Do nothing: the rows are the runner's."""
 
-    def retire(self, request_ids: Sequence[str]) -> None:
-        """Do nothing."""
+    retire = release
 
     def prepare(self) -> None:
         """Compile or load the passes of drafting and of a score that starts after it."""
