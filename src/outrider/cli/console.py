@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from time import monotonic
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from rich.color import ColorSystem
@@ -19,8 +19,6 @@ from outrider.errors import printable
 from outrider.progress import PERIOD, Progress, reported_every
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from outrider.engine.detokenizer import Detokenizer
     from outrider.engine.llm import LLM
     from outrider.engine.outputs import Chunk, Emission
@@ -35,16 +33,8 @@ def say_error(what: str) -> None:
     err.print(Text.assemble(("error:", "red"), " ", in_flags(what)), soft_wrap=True)
 
 
-@dataclass
-class _Screen:
-    """State of the terminal on stderr: the spinner, its text, and the time of the last change."""
-
-    spinner: Status | None = None
-    waits_for: Text = field(default_factory=Text)
-    changed: float = 0.0
-
-
-_screen = _Screen()
+# The terminal on stderr: the spinner, its first text, and the time of the last line.
+_screen = SimpleNamespace(spinner=None, waits_for=Text(), changed=0.0)
 
 
 @contextmanager
