@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from time import monotonic
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -98,7 +99,7 @@ def progress() -> Iterator[Callable[[Progress], None]]:
 
         def report(state: Progress) -> None:
             nonlocal last
-            left = "" if state.seconds_left is None else f"{clock(state.seconds_left)} left"
+            left = "" if state.seconds_left is None else f"{timedelta(seconds=round(state.seconds_left))} left"
             count = f"{state.done}/{state.total}" if state.total else str(state.done)
             what = printable(state.what)
             bar.update(task, completed=state.done, total=state.total or None, count=count, left=left, description=what)
@@ -107,13 +108,6 @@ def progress() -> Iterator[Callable[[Progress], None]]:
             last = what
 
         yield report
-
-
-def clock(seconds: float) -> str:
-    """Format seconds as h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def show_notices() -> None:
