@@ -11,9 +11,8 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 
 from outrider import family
-from outrider.engine.config import check_method, load_tokenizer, united_eos
+from outrider.engine.config import load_tokenizer, united_eos
 from outrider.engine.methods import auto_choice
-from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located, served_name
 from outrider.hub import local_gguf
 from outrider.method_text import split_method
@@ -109,7 +108,7 @@ def read_deployment(plan: Plan, check: Callable[[str], None] = lambda source: No
     check(target)
     method = plan.given("method") or AUTO
     named = method != AUTO
-    for source in check_method(Speculation(method=method, draft=draft, drafts=drafts_there)):
+    for source in _sources(method, draft, drafts_there):
         check(located(str(source)))
     target = located(local_gguf(target))
     if not named:
@@ -131,6 +130,15 @@ def read_deployment(plan: Plan, check: Callable[[str], None] = lambda source: No
 def gguf_files(deployment: Deployment) -> list[str]:
     """Return the target and the draft, as far as they are GGUF files."""
     return [source for source in (deployment.target, str(getattr(deployment.kind, "source", None))) if source.endswith(".gguf")]
+
+
+def _sources(method: str, draft: str | None, drafts: Mapping[str, str]) -> list[object]:
+    """Return the drafts that the method will use, the given one for ``auto``. Raises ``OutriderError`` for invalid options."""
+    if method == AUTO:
+        return [] if draft is None else [draft]
+    name, options = split_method(method)
+    PROPOSERS.get(name).check_options(options)
+    return PROPOSERS.get(name).drafts_in(options, draft, drafts)
 
 
 def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable:
