@@ -94,7 +94,7 @@ def test_brackets_in_a_spinners_text_are_not_markup(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(console, "err", Console(file=StringIO(), force_terminal=True, width=80))
     with waiting("looking") as tell:
         tell("trying draft:draft=./my[/model]")
-        assert "./my[/model]" in str(console._screen.spinner.renderable.text)  # type: ignore[union-attr]
+        assert "./my[/model]" in str(console._screen.spinner.renderable.text)
 
 
 @pytest.mark.parametrize(

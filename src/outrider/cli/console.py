@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from datetime import timedelta
 from time import monotonic
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from rich.color import ColorSystem
@@ -19,8 +20,6 @@ from outrider.errors import printable
 from outrider.progress import PERIOD, Progress, reported_every
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from outrider.engine.detokenizer import Detokenizer
     from outrider.engine.llm import LLM
     from outrider.engine.outputs import Chunk, Emission
@@ -35,16 +34,8 @@ def say_error(what: str) -> None:
     err.print(Text.assemble(("error:", "red"), " ", in_flags(what)), soft_wrap=True)
 
 
-@dataclass
-class _Screen:
-    """State of the terminal on stderr: the spinner, its text, and the time of the last change."""
-
-    spinner: Status | None = None
-    waits_for: Text = field(default_factory=Text)
-    changed: float = 0.0
-
-
-_screen = _Screen()
+# The terminal on stderr: the spinner, its first text, and the time of the last line.
+_screen = SimpleNamespace(spinner=None, waits_for=Text(), changed=0.0)
 
 
 @contextmanager
@@ -108,7 +99,7 @@ def progress() -> Iterator[Callable[[Progress], None]]:
 
         def report(state: Progress) -> None:
             nonlocal last
-            left = "" if state.seconds_left is None else f"{clock(state.seconds_left)} left"
+            left = "" if state.seconds_left is None else f"{timedelta(seconds=round(state.seconds_left))} left"
             count = f"{state.done}/{state.total}" if state.total else str(state.done)
             what = printable(state.what)
             bar.update(task, completed=state.done, total=state.total or None, count=count, left=left, description=what)
@@ -117,13 +108,6 @@ def progress() -> Iterator[Callable[[Progress], None]]:
             last = what
 
         yield report
-
-
-def clock(seconds: float) -> str:
-    """Format seconds as h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def show_notices() -> None:

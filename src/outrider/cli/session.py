@@ -23,7 +23,7 @@ from outrider.memory import on_this_machine, weight_files
 from outrider.method_text import is_draft_option, split_method, split_methods
 from outrider.options import declared
 from outrider.registry import AUTO, PLAIN, PROPOSERS, VERIFIERS
-from outrider.runner.config import RunnerConfig
+from outrider.runner.config import RunnerConfig, torch_device
 
 if TYPE_CHECKING:
     from outrider.engine.finding import MethodChoice
@@ -67,7 +67,10 @@ def resolve(models: ModelOptions, methods: MethodOptions, drafts: Mapping[str, A
     }
     if models.verifier is not None:
         VERIFIERS.get(models.verifier)
-    check_machine(models)
+    if models.device is not None:
+        from outrider.runner.loading import check_device
+
+        check_device(torch_device(models.device))
     check_source(models.target)
     check_draft(models.draft)
     values.pop("target", None)
@@ -137,19 +140,6 @@ def check_lengths(prompts: Iterable[Sequence[int]], llm: LLM, more: int, reserve
         if len(prompt) + more > llm.runner.max_len:
             what, context = f"prompt {number}{where} has {len(prompt)} tokens", f"the context of {llm.runner.max_len}"
             raise OutriderError(f"{what}; with {reserved} it exceeds {context}")
-
-
-def check_machine(models: ModelOptions) -> None:
-    """Raise ``OutriderError`` for a device that does not exist."""
-    import torch
-
-    if models.device in (None, "auto"):
-        return
-    try:
-        torch.empty(0, device=models.device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-        raise OutriderError(f"unknown device {models.device!r}: available are {', '.join(there)}") from None
 
 
 def check_source(model: str | None, growth: float = 1.0) -> None:

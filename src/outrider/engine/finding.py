@@ -106,7 +106,8 @@ def choices(
     Otherwise candidates are searched, and each one that does not fit is logged in one line.
     """
     if draft is not None:
-        yield MethodChoice(_method_for(draft, target), draft, f"{_named(draft)}, as specified")
+        named = str(draft) if isinstance(draft, (str, Path)) else type(draft).__name__
+        yield MethodChoice(_method_for(draft, target), draft, f"{named}, as specified")
         return
     declared = [spec for spec in _methods() if spec.precedence and spec.own_draft in drafts]
     if declared:
@@ -303,10 +304,6 @@ def _own_names() -> set[str]:
 def _says_it_drafts(source: Path) -> bool:
     """Return whether a name starts with the name of a method or of a method's default draft."""
     return source.name.startswith(tuple({spec.name for spec in _methods() if spec.precedence} | _own_names()))
-
-
-def _named(draft: object) -> str:
-    return str(draft) if isinstance(draft, (str, Path)) else type(draft).__name__
 
 
 def _hub_id(repository: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.stats import GenerationStats
@@ -37,13 +37,6 @@ class Emission:
         self.error = later.error
         if later.stats.num_steps:  # an error of a request that the engine does not know has no statistics
             self.stats = later.stats
-
-    def followed_by(self, later: Emission) -> Emission:
-        """Return the concatenation of both emissions; this one is unchanged."""
-        logprobs = None if self.logprobs is None else list(self.logprobs)
-        joined = replace(self, token_ids=list(self.token_ids), origins=list(self.origins), logprobs=logprobs)
-        joined.append(later)
-        return joined
 
 
 EMISSION_FIELDS = tuple([each.name for each in fields(Emission)])

@@ -67,15 +67,11 @@ class Plan:
 
     def write(self, file: Path, notes: Sequence[str] = ()) -> None:
         """Write one commented line per value, below ``notes`` as comments; an earlier plan stays until this one is complete."""
-        write_whole(file, self.text(notes))
-
-    def text(self, notes: Sequence[str] = ()) -> str:
-        """Return the text that ``write`` writes."""
         given = {key: json.dumps(self.values[key], ensure_ascii=False) for key in KEYS if key in self.values}
         # JSON and TOML agree on these types, except that TOML escapes DEL.
         lines = [f"{key} = {value}  # {KEYS[key].help}".replace("\x7f", "\\u007f") for key, value in given.items()]
         comments = "".join(f"# {printable(line)}\n" for note in notes for line in note.splitlines())
-        return HEAD + comments + "\n" + "\n".join(lines) + "\n"
+        write_whole(file, HEAD + comments + "\n" + "\n".join(lines) + "\n")
 
     def given(self, key: str) -> Any:
         """Return the value of a key or None; folders and GGUF files are resolved relative to the plan.

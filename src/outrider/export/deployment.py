@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import GenerationConfig, PreTrainedConfig
+
+from outrider import family
+from outrider.engine.config import load_tokenizer, united_eos
 from outrider.engine.methods import auto_choice
 from outrider.engine.plan import Plan, located, served_name
 from outrider.hub import local_gguf
@@ -15,10 +19,9 @@ from outrider.method_text import split_method
 from outrider.proposers.method import Setting
 from outrider.proposers.portable import NoDrafts, Portable, SmallModel, TreeHead
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS
+from outrider.runner.loading import load_config, text_config
+from outrider.runner.tokenizers import DifferentVocabulary, check_same_vocabulary
 from outrider.types import OutriderError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 VERIFIER = "rejection"  # the default: all engines support it, and its output distribution is that of Outrider's default
 RECURRENT = frozenset(("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"))  # transformers' types of layers
@@ -61,11 +64,6 @@ class Deployment:
         return not RECURRENT.isdisjoint(getattr(self.config, "layer_types", None) or ())
 
     @property
-    def is_model_free(self) -> bool:
-        """Return whether Outrider's proposer can be exported."""
-        return bool(PROPOSERS.get(split_method(self.method)[0]).is_model_free)
-
-    @property
     def lost_options(self) -> list[str]:
         """Return the method's given options that its portable form lacks."""
         known = {"draft", "parallel", *(each.name for each in fields(self.kind))}  # the form's class says whether in parallel
@@ -80,24 +78,16 @@ class Deployment:
     @cached_property
     def whole_config(self) -> PreTrainedConfig:
         """Return the target's config; a multimodal model's contains ``config``."""
-        from outrider.runner.loading import load_config
-
         return load_config(self.target)
 
     @property
     def config(self) -> PreTrainedConfig:
         """Return the target's text config."""
-        from outrider.runner.loading import text_config
-
         return text_config(self.whole_config)
 
     @cached_property
     def eos_token_ids(self) -> list[int]:
         """Return the tokens at which Outrider ends a text, in order."""
-        from transformers import GenerationConfig
-
-        from outrider.engine.config import load_tokenizer, united_eos
-
         try:
             generation = GenerationConfig.from_pretrained(self.target)
         except (OSError, ValueError):  # not every model has this file
@@ -113,10 +103,8 @@ def read_deployment(plan: Plan, check: Callable[[str], None] = lambda source: No
 
     Raises ``OutriderError`` for missing models, and for invalid options or drafts.
     """
-    from outrider.family import TARGET, drafts
-
-    drafts_there = {name: str(folder) for name, folder in drafts().items()} if plan.given("target") is None else {}
-    target, draft = located(plan.given("target") or str(TARGET)), plan.given("draft")
+    drafts_there = {name: str(folder) for name, folder in family.drafts().items()} if plan.given("target") is None else {}
+    target, draft = located(plan.given("target") or str(family.TARGET)), plan.given("draft")
     check(target)
     method = plan.given("method") or AUTO
     named = method != AUTO
@@ -162,15 +150,8 @@ def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable
 
 def _tokenizers_differ(target: str, draft: str) -> bool:
     """Return whether both models have a tokenizer and the tokenizers differ."""
-    from outrider.engine.config import load_tokenizer
-    from outrider.runner.tokenizers import DifferentVocabulary, check_same_vocabulary
-
     try:
-        pair = load_tokenizer(target), load_tokenizer(draft)
-    except OutriderError:
-        return False
-    try:
-        check_same_vocabulary(pair[0], pair[1])  # type: ignore[arg-type]
-    except DifferentVocabulary:
-        return True
+        check_same_vocabulary(load_tokenizer(target), load_tokenizer(draft))  # type: ignore[arg-type]
+    except OutriderError as error:
+        return isinstance(error, DifferentVocabulary)
     return False

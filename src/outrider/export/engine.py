@@ -15,8 +15,9 @@ from outrider.engine.plan import Plan
 from outrider.errors import errors_as, printable, without_path
 from outrider.export.deployment import VERIFIER, Deployment
 from outrider.files import write_whole
+from outrider.method_text import split_method
 from outrider.proposers import portable
-from outrider.registry import VERIFIERS
+from outrider.registry import PROPOSERS, VERIFIERS
 from outrider.types import OutriderError
 
 SCRIPT, WRITTEN_BY = "run.sh", "Written by outrider export"
@@ -45,7 +46,7 @@ class Engine(ABC):
     """Base class of engines: which plans an engine supports, and how to write them."""
 
     name: ClassVar[str]  # official spelling
-    module: ClassVar[str]  # importable module in its Python
+    module: ClassVar[str]  # importable module in its Python; unused without ``program``
     program: ClassVar[str | None] = None  # its server command; None: `outrider serve` cannot run it
     entry: ClassVar[Sequence[str]] = ()  # the server as a module with arguments
     nameless_entry: ClassVar[Sequence[str]] = ()  # for builds whose package name differs from the module's
@@ -124,7 +125,7 @@ def check_folder(engine: Engine, folder: Path) -> None:
 
 def write(engine: Engine, deployment: Deployment, folder: Path, own_code: bool = False) -> Export:
     """Write the files and the start script for a plan that passed ``Engine.check``. Raises ``OutriderError``."""
-    if own_code and not deployment.is_model_free:
+    if own_code and not PROPOSERS.get(split_method(deployment.method)[0]).is_model_free:
         raise OutriderError(f"method {deployment.method!r} is not text-based: --own-code does not apply")
     with errors_as(f"cannot write {folder}", OSError, detail=without_path):
         export = engine.export(deployment, folder, own_code)

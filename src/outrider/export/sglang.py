@@ -30,7 +30,6 @@ class Sglang(Engine):
     """Supports draft models, EAGLE heads as chains or trees, and its own trie of n-grams."""
 
     name: ClassVar[str] = "SGLang"
-    module: ClassVar[str] = "sglang"
     instead: ClassVar[Mapping[type[portable.Portable], str]] = {
         portable.FirstLayers: SMALLER,
         portable.FewerBits: SMALLER,

@@ -39,7 +39,6 @@ class Transformers(Engine):
     """Supports draft models with any tokenizer, n-grams, and early exit."""
 
     name: ClassVar[str] = "transformers"
-    module: ClassVar[str] = "transformers"
     instead: ClassVar[Mapping[type[portable.Portable], str]] = {
         portable.FewerBits: "give the plan a draft model",
         portable.ParallelHeads: HEADS,

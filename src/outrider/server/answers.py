@@ -298,7 +298,7 @@ class ChatAnswer(Answer):
             said.add(reply.finish())
         content = {"message": said.message()} if is_whole else {"delta": said.delta()}
         choice = _choice(index, part, logprobs, **content)
-        if part.finish_reason == "stop" and reply.num_calls and reply.ends_with_calls:
+        if part.finish_reason == "stop" and reply.num_calls and not reply.is_one_call:  # as in OpenAI's API
             choice["finish_reason"] = "tool_calls"
         return choice
 
@@ -331,13 +331,13 @@ class ItemAnswer(ChatAnswer):
         events = []
         for kind, said in part.pieces:
             if kind == "call":
-                events += [*self._call_events(said), *(self._close_events() if reply.calls_at_once else [])]
+                events += [*self._call_events(said), *([] if reply.is_one_call else self._close_events())]
             else:
                 events += self._text_events("message" if kind == "content" else kind, said)
         return events
 
-    def _text_events(self, kind: str, text: str, is_wanted: bool = False) -> list[dict[str, Any]]:
-        """Return the events that add text to an item of this kind; ``is_wanted``: an empty one, too."""
+    def _text_events(self, kind: str, text: str) -> list[dict[str, Any]]:
+        """Return the events that add text to an item of this kind, which may be empty."""
         raise NotImplementedError
 
     def _call_events(self, call: dict[str, Any]) -> list[dict[str, Any]]:

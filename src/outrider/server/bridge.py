@@ -118,8 +118,9 @@ class Stream:
                 yield None
 
     def put(self, emission: Emission) -> None:
-        before = self._held.get(emission.request_id)
-        self._held[emission.request_id] = emission if before is None else before.followed_by(emission)
+        held = self._held.setdefault(emission.request_id, emission)
+        if held is not emission:
+            held.append(emission)
         left = self._due - monotonic()
         if emission.finish_reason is not None or left <= 0:
             self._woken.set()

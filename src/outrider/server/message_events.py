@@ -77,9 +77,7 @@ class MessageAnswer(ItemAnswer):
         self.is_open, self.arguments = True, ""
         return [*closing, self._event("start", content_block=dict(block))]
 
-    def _text_events(self, kind: str, text: str, is_wanted: bool = False) -> list[dict[str, Any]]:
-        if not text and not is_wanted:
-            return []
+    def _text_events(self, kind: str, text: str) -> list[dict[str, Any]]:
         (name, empty), events = TEXTS[kind], []
         if not self.is_open or self.content[-1]["type"] != name:
             events = self._open(type=name, **empty)
@@ -107,7 +105,7 @@ class MessageAnswer(ItemAnswer):
         """Return the last events. An answer that is whole has a text or a call, which may be empty."""
         is_whole, sequence = chunk.finish_reason == "stop", None
         needs_text = is_whole and all(block["type"] == "thinking" for block in self.content)
-        closing = [*self._text_events("message", "", is_wanted=needs_text), *self._close_events()]
+        closing = [*(self._text_events("message", "") if needs_text else []), *self._close_events()]
         reason = "end_turn" if is_whole else "max_tokens"
         if not is_whole and len(self.choices[0].token_ids) < self.max_tokens:
             reason = "model_context_window_exceeded"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
@@ -28,10 +28,6 @@ from outrider.server.protocol import (
     at_most,
     check_json,
 )
-
-if TYPE_CHECKING:
-    from outrider.server.config import Client
-    from outrider.server.prompts import Prompts
 
 # Types of blocks by the role of their message.
 BLOCKS = {
@@ -313,12 +309,6 @@ class MessagesBody(CountBody):
         if self.messages[-1].role == "assistant":
             raise ValueError("the last message is the assistant's: expected the user's, because answers do not continue a text")
         return self
-
-
-async def counted(body: ChatBody, prompts: Prompts, client: Client) -> dict[str, Any]:
-    """Return the answer of ``POST /v1/messages/count_tokens``. Raises ``OutriderError`` for a prompt that is too long."""
-    (token_ids,) = await prompts.chat(body, client)
-    return {"input_tokens": len(token_ids)}
 
 
 def _without_billing(text: str) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from outrider.engine.config import eos_token_ids
 from outrider.engine.prompts import check_takes_tools, template_of
@@ -16,7 +16,8 @@ from outrider.server.pool import WorkerPool
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
     from outrider.server.config import Client, ServerConfig
-    from outrider.server.protocol import Message
+    from outrider.server.protocol import ChatBody
+    from outrider.server.tokenization import TokenizeBody
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a function in another thread
 
@@ -43,19 +44,6 @@ def tokenizer_data(llm: LLM) -> dict[str, Any] | None:
         "mask_size": llm.runner.vocab_size,
         "eos_token_ids": sorted(eos_token_ids(llm.runner, found)),
     }
-
-
-class Conversation(Protocol):
-    """What a chat template renders: the body of a chat, or of ``/tokenize``."""
-
-    @property
-    def messages(self) -> Sequence[Message] | None: ...
-
-    @property
-    def template_tools(self) -> list[dict[str, Any]]: ...
-
-    @property
-    def variables(self) -> dict[str, Any]: ...
 
 
 class Prompts:
@@ -91,7 +79,7 @@ class Prompts:
         job = {"texts": texts, "add_special_tokens": add_special_tokens}
         return await self._tokenised(job, sum(map(len, texts)), client)
 
-    async def chat(self, body: Conversation, client: Client) -> list[list[int]]:
+    async def chat(self, body: ChatBody | TokenizeBody, client: Client) -> list[list[int]]:
         """Return one prompt, rendered by the tokenizer's chat template. Raises ``OutriderError`` for invalid messages."""
         messages = [message.for_template() for message in body.messages or ()]
         tools, variables = body.template_tools, dict(body.variables)

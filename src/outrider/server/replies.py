@@ -100,8 +100,7 @@ class Reply:
 
     num_calls = 0
     preamble: Preamble | None = None  # before JSON that a grammar forces
-    ends_with_calls = True  # whether the finish reason of a complete reply with calls is "tool_calls"
-    calls_at_once = True  # whether a call is complete when it is returned
+    is_one_call = False  # whether it consists of the arguments of one call, which it returns in parts
     may_reason = False  # whether the text may have reasoning
 
     @property
@@ -127,8 +126,7 @@ class Reply:
 class ArgumentsReply(Reply):
     """Reply that consists of the arguments of one function."""
 
-    ends_with_calls = False  # as in OpenAI's API
-    calls_at_once = False
+    is_one_call = True
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -352,7 +350,7 @@ class PreambleReply(ParsedReply):
         self._closing, self._resumed = _closing_of(preamble), preamble.resumed
         super().__init__(form, prompt_end, body)
         self._inner, self._is_json, self._is_fresh = inner, False, True
-        self.ends_with_calls, self.calls_at_once = inner.ends_with_calls, inner.calls_at_once
+        self.is_one_call = inner.is_one_call
         is_disabled = any(body.variables.get(name) is False for name in THINKING_VARIABLES)
         if self._is_reasoning:
             preamble = preamble._replace(opening="")

@@ -60,9 +60,7 @@ class ResponseAnswer(ItemAnswer):
         added = {name: [] if name == "content" else value for name, value in self.output[-1].items()}
         return [*closing, self._event("response.output_item.added", output_index=len(self.output) - 1, item=added)]
 
-    def _text_events(self, kind: str, text: str, is_wanted: bool = False) -> list[dict[str, Any]]:
-        if not text and not is_wanted:
-            return []
+    def _text_events(self, kind: str, text: str) -> list[dict[str, Any]]:
         prefix, part_type = TEXTS[kind]
         events = []
         if not self.output or (self.output[-1]["type"], self.output[-1]["status"]) != (kind, "in_progress"):
@@ -105,7 +103,7 @@ class ResponseAnswer(ItemAnswer):
         is_whole = chunk.finish_reason == "stop"
         needs_text = is_whole and all(item["type"] == "reasoning" for item in self.output)
         status = "completed" if is_whole else "incomplete"
-        events = [*self._text_events("message", "", is_wanted=needs_text), *self._close_events(status)]
+        events = [*(self._text_events("message", "") if needs_text else []), *self._close_events(status)]
         details = None if is_whole else {"reason": "max_output_tokens"}
         response = self._response(status, incomplete_details=details, **self._usage_and_metrics())
         return [*events, self._event(f"response.{status}", response=response)]

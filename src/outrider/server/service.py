@@ -25,7 +25,7 @@ from outrider.server.config import Client, ServerConfig
 from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
 from outrider.server.message_events import PREFIX, MessageAnswer
-from outrider.server.messages import CountBody, MessagesBody, counted
+from outrider.server.messages import CountBody, MessagesBody
 from outrider.server.metrics import Metrics
 from outrider.server.mistakes import MAX_DETAIL, mistakes, unreadable
 from outrider.server.prompts import InThread, Prompts, tokenizer_data
@@ -34,7 +34,7 @@ from outrider.server.record import Record
 from outrider.server.replies import Replies
 from outrider.server.response_events import ResponseAnswer
 from outrider.server.responses import ResponseBody
-from outrider.server.tokenization import DetokenizeBody, TokenizeBody, detokenized, tokenized
+from outrider.server.tokenization import DetokenizeBody, TokenizeBody
 from outrider.types import OutriderError, SamplingParams
 from outrider.types import Request as EngineRequest
 
@@ -116,7 +116,12 @@ class Service:
     async def count_tokens(self, body: CountBody, http: Request) -> Response:
         """Handle ``POST /v1/messages/count_tokens``."""
         chat = body.chat()
-        return await self._convert(chat, http, lambda client: counted(chat, self._prompts, client))
+
+        async def count(client: Client) -> dict[str, Any]:
+            (token_ids,) = await self._prompts.chat(chat, client)
+            return {"input_tokens": len(token_ids)}
+
+        return await self._convert(chat, http, count)
 
     async def _chat(self, body: ChatBody, http: Request, answer: ChatAnswer) -> Response:
         self.check_model(body.model)
@@ -142,11 +147,26 @@ class Service:
 
     async def tokenize(self, body: TokenizeBody, http: Request) -> Response:
         """Handle ``POST /tokenize``."""
-        return await self._convert(body, http, lambda client: tokenized(body, self.llm, self._prompts, client))
+
+        async def encode(client: Client) -> dict[str, Any]:
+            if body.messages is not None:
+                (token_ids,) = await self._prompts.chat(body, client)
+            else:
+                (token_ids,) = await self._prompts.encode([body.prompt or ""], client, body.add_special_tokens is not False)
+            names = await self._prompts.names(token_ids) if body.return_token_strs else None
+            max_len = self.llm.runner.max_len
+            return {"count": len(token_ids), "max_model_len": max_len, "tokens": token_ids, "token_strs": names}
+
+        return await self._convert(body, http, encode)
 
     async def detokenize(self, body: DetokenizeBody, http: Request) -> Response:
         """Handle ``POST /detokenize``."""
-        return await self._convert(body, http, lambda client: detokenized(body, self._prompts, client))
+
+        async def decode(client: Client) -> dict[str, Any]:
+            checked = await self._prompts.encode([body.tokens], client) if body.tokens else [[]]  # an empty text may have none
+            return {"prompt": await self._prompts.text(checked[0])}
+
+        return await self._convert(body, http, decode)
 
     async def _convert(self, body: TokenizeBody | DetokenizeBody | ChatBody, http: Request, work: Conversion) -> Response:
         """Return the result of ``work`` as JSON. The call takes a place in the queue and has the time limit of a completion."""

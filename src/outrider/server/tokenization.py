@@ -1,17 +1,12 @@
-"""Bodies and answers of ``POST /tokenize`` and ``POST /detokenize``, as in vLLM. Unknown fields are refused."""
+"""Bodies of ``POST /tokenize`` and ``POST /detokenize``, as in vLLM. Unknown fields are refused."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from outrider.server.protocol import Body, Messages, Text, TokenIds, Tools, Variables, shown_tools
-
-if TYPE_CHECKING:
-    from outrider.engine.llm import LLM
-    from outrider.server.config import Client
-    from outrider.server.prompts import Prompts
 
 
 class TokenizeBody(Body):
@@ -55,19 +50,3 @@ class DetokenizeBody(Body):
 
     model: Text | None = None
     tokens: TokenIds
-
-
-async def tokenized(body: TokenizeBody, llm: LLM, prompts: Prompts, client: Client) -> dict[str, Any]:
-    """Return the answer of ``POST /tokenize``. Raises ``OutriderError`` for a prompt that is too long or invalid."""
-    if body.messages is not None:
-        (token_ids,) = await prompts.chat(body, client)
-    else:
-        (token_ids,) = await prompts.encode([body.prompt or ""], client, body.add_special_tokens is not False)
-    names = await prompts.names(token_ids) if body.return_token_strs else None
-    return {"count": len(token_ids), "max_model_len": llm.runner.max_len, "tokens": token_ids, "token_strs": names}
-
-
-async def detokenized(body: DetokenizeBody, prompts: Prompts, client: Client) -> dict[str, Any]:
-    """Return the answer of ``POST /detokenize``, special tokens included. Raises ``OutriderError`` for invalid token ids."""
-    checked = await prompts.encode([body.tokens], client) if body.tokens else [[]]  # an empty text may have no tokens
-    return {"prompt": await prompts.text(checked[0])}
