@@ -11,7 +11,7 @@ from toy import make_request
 from outrider.proposers.base import ScriptedProposer
 from outrider.proposers.degraded import Degraded
 from outrider.sampling import Sampler
-from outrider.types import Context, OutriderError, Proposal, Verdict
+from outrider.types import Context, Proposal, Verdict
 
 VOCAB = 50
 
@@ -98,9 +98,3 @@ def test_attributes_are_those_of_the_inner_proposer() -> None:
 
     worn = Degraded(Tree(lambda context, k: chain()))
     assert (worn.name, worn.drafts_trees, worn.max_drafts, worn.needs_hidden, worn.num_nodes(2)) == ("tree", True, 7, (2,), 6)
-
-
-@pytest.mark.parametrize("accuracy", [-0.1, 1.1, float("nan")])
-def test_an_accuracy_outside_0_to_1_is_rejected(accuracy: float) -> None:
-    with pytest.raises(OutriderError, match="expected 0 to 1"):
-        Degraded(proposing(chain()), accuracy)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outrider import disk_cache
-from outrider.disk_cache import cache_dir, find, lasting_dir, store
+from outrider.disk_cache import cache_dir, find, lasting_dir, store, write
 from outrider.types import OutriderError
 
 is_root = hasattr(os, "getuid") and os.getuid() == 0
@@ -59,7 +59,7 @@ def test_storing_deletes_files_of_the_same_kind_that_were_not_used_for_long(buil
     for path in (*kernels[:2], passes):
         os.utime(path, (long_ago, long_ago))
     assert find("kernels", "cpu-1", ".so") == kernels[1]  # counts as use
-    store(built, "kernels", "cpu-3", ".so")
+    write("kernels", "cpu-3", ".so", lambda file: None)  # as does ``store``
     assert [path.exists() for path in (*kernels, passes)] == [False, True, True, True]
 
 

@@ -29,7 +29,7 @@ from outrider.registry import PROPOSERS
 from outrider.runner import ModelRunner
 from outrider.runner.config import RunnerConfig
 from outrider.runner.kv_cache import CacheShape, KVCache
-from outrider.runner.state_cache import StateKey, StateShape, StateShapes
+from outrider.runner.state_cache import StateKey, StateShape, StateShapes, grouped
 from outrider.types import Finding, SamplingParams
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -395,7 +395,7 @@ def test_the_command_examines_foreign_drafts_by_their_default_method(target, tmp
 
 
 def test_the_cache_of_a_request_includes_recurrent_states():
-    states = StateShapes.of({StateKey(0, 0, False): StateShape((1000, 1000))})
+    states = StateShapes(*grouped({StateKey(0, 0, False): StateShape((1000, 1000))}))
     cpu = torch.device("cpu")
     cache = KVCache(CacheShape.of({}, states=states), 1, 512, torch.float32, cpu, max_drafts=8)  # 10 states
     found = doctor._cache_memory(SimpleNamespace(cache=cache, max_len=512, device=cpu))

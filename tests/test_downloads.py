@@ -284,7 +284,7 @@ def test_a_mirror_without_a_port_is_reached_at_its_schemes_port(served, monkeypa
     for url in ("http://mirror/hf", "https://mirror"):
         monkeypatch.setattr(constants, "ENDPOINT", url)
         hub.offline_reason.cache_clear()
-        assert hub.is_reachable()
+        assert not hub.offline_reason()
     assert asked == [("mirror", 80), ("mirror", 443)]
 
 

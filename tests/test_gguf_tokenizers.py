@@ -37,7 +37,7 @@ def write(folder, rule="gpt-2", tokens=None, kind="gpt2", scores=None, bos=None,
         entries[NAME + "pre"].value = rule
         entries[NAME + "model"].value = kind
         for index, token in (tokens or {}).items():
-            entries[NAME + "tokens"].value[index] = token
+            entries[NAME + "tokens"].value[index : index + 1] = [token]
         for index, number in (types or {}).items():
             entries[NAME + "token_type"].value[index] = number
         if prefix is not None:
@@ -57,6 +57,12 @@ def test_special_tokens_may_have_any_characters(tmp_path):
     assert tokenizer.eos_token_id == 0 and tokenizer.all_special_ids == [0] and len(tokenizer) == len(original)
     assert tokenizer.encode("def<｜end｜>add") == original.encode("def<|end|>add")
     assert tokenizer.decode([0], skip_special_tokens=True) == ""
+
+
+def test_a_large_vocabulary_loads_offline(tmp_path):
+    """transformers looks for the config of a model whose tokenizer has more than 100,000 tokens."""
+    tokenizer = loaded(tmp_path, tokens={index: f"t{index}" for index in range(320, 100_001)})
+    assert len(tokenizer) == 100_001 and tokenizer.name_or_path == str(tmp_path / "model.gguf")
 
 
 def test_a_special_token_of_gpt_2_is_text_in_other_vocabularies(tmp_path):

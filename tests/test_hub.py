@@ -31,7 +31,7 @@ def asked(monkeypatch, tmp_path):
         found.append(names)
         return tmp_path
 
-    monkeypatch.setattr(hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(hub, "offline_reason", lambda: "")
     monkeypatch.setattr(hub, "_listed", lambda repository: hub.Repository("c0", dict.fromkeys(FILES, 1)))
     monkeypatch.setattr(hub, "_downloaded", download)
     return found
@@ -83,7 +83,7 @@ def test_a_quantisation_may_be_named_as_qwen_and_nvidia_name_theirs():
 
 
 def test_a_repository_with_another_name_is_searched_for_the_quantisation_that_is_named(monkeypatch):
-    monkeypatch.setattr(hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(hub, "offline_reason", lambda: "")
     monkeypatch.setattr(hub, "_listed", lambda repository: hub.Repository("c0", {"model.safetensors": 1}))
     with pytest.raises(OutriderError, match=r"^Qwen/Qwen3-8B has no file of Q4_K_M; it has no GGUF files of models$"):
         hub.local_gguf("Qwen/Qwen3-8B:Q4_K_M")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from tiny_folder import make_tokenizer
@@ -141,6 +142,30 @@ def test_a_tokenizer_belongs_to_every_source_with_equal_files(tmp_path):
     (tmp_path / "draft" / "added_tokens.json").write_text("{}")
     assert not any(is_tokenizer_of(own, tmp_path / name) for name in ("draft", "other", "settings", "missing"))
     assert not is_tokenizer_of(make_tokenizer(), tmp_path / "target")
+
+
+def test_a_tokenizer_with_tokens_that_its_files_lack_belongs_to_no_source(tmp_path):
+    """A draft has no embeddings for them."""
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    own = load_tokenizer(tmp_path)
+    own.add_tokens(["<user>"])
+    assert not is_tokenizer_of(own, tmp_path)
+
+
+def test_files_of_another_source_that_cannot_be_read_are_not_equal(tmp_path, monkeypatch):
+    for name in ("target", "draft"):
+        make_tokenizer().save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text("{}")
+    own, read_bytes = load_tokenizer(tmp_path / "target"), Path.read_bytes
+
+    def read(path):
+        if path.parent.name == "draft":
+            raise PermissionError(13, "Permission denied")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert not is_tokenizer_of(own, tmp_path / "draft")
 
 
 def test_the_targets_vocabulary_is_read_once_for_all_candidates(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The cache folder: compiled kernels and passes, packed weights, exports and inflated models.
+"""The cache folder: compiled kernels and passes, packed weights, passed self-checks, exports and inflated models.
 
 Files of the cache are loaded as code. Therefore, as ssh does with keys, a folder or file that another user could have written
 is rejected, and the name of each compiled file contains the hash of its content, which is checked before it is loaded.
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PART_SECONDS = 24 * 3600  # since its last write; after this no process still writes a partial file
-UNUSED_SECONDS = 60 * 24 * 3600  # compiled files that were not used for so long belong to old code, models or versions
+UNUSED_SECONDS = 60 * 24 * 3600  # files that were not used for so long belong to old code, models or versions
 
 
 def lasting_dir(*parts: str) -> Path:
@@ -77,8 +77,6 @@ def find(kind: str, key: str, suffix: str) -> Path | None:
 def store(built: Path, kind: str, key: str, suffix: str) -> Path:
     """Copy a finished file into the folder ``kind``, named by its key and the hash of its content; return the copy.
 
-    Then delete files of this kind that have not been used for ``UNUSED_SECONDS``.
-
     The copy is written to a temporary file, flushed to the disk and renamed, so that a crash leaves no partial file. If another
     process has stored a file under the key meanwhile, that one is returned. If the cache cannot be written, the copy is kept
     until this process exits. Raises ``OSError`` if that fails too.
@@ -89,19 +87,22 @@ def store(built: Path, kind: str, key: str, suffix: str) -> Path:
             shutil.copyfileobj(file, to)
 
     try:
-        stored = write(kind, key, suffix, copy)
-        _discard_older(stored.parent.glob(f"*{suffix}"), UNUSED_SECONDS)
-        return stored
+        return write(kind, key, suffix, copy)
     except OutriderError as error:
         return _stored(copy, _temporary_dir(str(error), kind), key, suffix)
 
 
 def write(kind: str, key: str, suffix: str, fill: Callable[[BinaryIO], None]) -> Path:
-    """Store what ``fill`` writes, as ``store`` does. Raises ``OutriderError`` if the cache is not writable."""
+    """Store what ``fill`` writes, as ``store`` does. Raises ``OutriderError`` if the cache is not writable.
+
+    Then delete files of this kind that have not been used for ``UNUSED_SECONDS``.
+    """
     try:
-        return _stored(fill, lasting_dir(kind), key, suffix)
+        stored = _stored(fill, lasting_dir(kind), key, suffix)
     except OSError as error:  # a full disk
         raise OutriderError(f"the cache folder cannot be used: {_in_words(error)}") from error
+    _discard_older(stored.parent.glob(f"*{suffix}"), UNUSED_SECONDS)
+    return stored
 
 
 def discard(kind: str, key: str, suffix: str, keep: Path | None = None) -> None:

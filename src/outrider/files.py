@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, without_path
 
 ADAPTER_ADVICE = "merge it into its model first, with merge_and_unload of peft, and save that"
 READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error)  # of ``open_text`` and of reading its file
@@ -62,12 +62,18 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def locked(file: Path, refusal: str) -> Iterator[None]:
-    """Context manager: lock a file, created if missing. Raises ``OutriderError`` if another process has locked it."""
+    """Context manager: lock a file, created if missing. Raises ``OutriderError`` if it cannot be locked.
+
+    ``refusal``: the message if another process has locked it.
+    """
     with file.open("a") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OutriderError(refusal) from None
+        except OSError as error:
+            advice = "give a folder on a disk that supports locks"
+            raise OutriderError(f"cannot lock {file} ({without_path(error)}): {advice}") from error
         yield
 
 

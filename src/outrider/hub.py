@@ -287,7 +287,7 @@ def _repository(source: object) -> Repository | None:
 
 def _current(name: str) -> Repository | None:
     """Return what a repository holds; None if the cache must do."""
-    repository = _listed(name) if is_reachable() else None
+    repository = None if offline_reason() else _listed(name)
     return None if repository is None or repository.is_given_up else repository
 
 
@@ -460,17 +460,12 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def is_reachable() -> bool:
-    """Return whether the hub is reachable. Behind a proxy this is unknown, so the answer is True.
+@cache
+def offline_reason() -> str:
+    """Return why the hub cannot be used, as part of an error's sentence; empty if it is reachable, or unknown behind a proxy.
 
     Raises ``OutriderError`` for an invalid address of the hub.
     """
-    return not offline_reason()
-
-
-@cache
-def offline_reason() -> str:
-    """Return why the hub cannot be used, as part of an error's sentence; empty if it is reachable (see ``is_reachable``)."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:  # also set by TRANSFORMERS_OFFLINE

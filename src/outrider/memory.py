@@ -29,12 +29,7 @@ def free_memory() -> int | None:
 
 def total_memory() -> int | None:
     """Return the bytes of memory of the machine, or of this process's control group if lower; None if unknown."""
-    return _least(_meminfo("MemTotal:"), group_limit())
-
-
-def group_limit() -> int | None:
-    """Return the memory limit of this process's control group, in bytes; None without one."""
-    return _least(*(limit for _, limit in _group_limits()))
+    return _least(_meminfo("MemTotal:"), *(limit for _, limit in _group_limits()))
 
 
 def num_cores() -> int:

@@ -256,7 +256,7 @@ def test_the_best_tree_is_the_best_of_all_trees(num_nodes: int) -> None:
     assert sum(worth) == pytest.approx(sum(sorted(values, reverse=True)[:num_nodes]))
     assert all(parent < node for node, parent in enumerate(shape.parents))
     for depth in (1, 2):
-        nodes = shape.nodes_at(depth)
+        nodes = [node for node, each in enumerate(shape.depths) if each == depth]
         assert nodes == list(range(nodes[0], nodes[-1] + 1)) if nodes else True
         leaves = [not shape.children(node) for node in nodes]
         assert leaves == sorted(leaves)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -477,3 +478,16 @@ def test_on_a_gpu_the_advice_is_the_cpu_where_that_reads_the_format():
         formats.choose("x", {"quant_method": "gptq", "bits": 4}, torch.device("cuda"))
     with pytest.raises(OutriderError, match=r"which cuda cannot run: .*; choose a checkpoint in 16 bits, GPTQ"):
         formats.choose("x", {"quant_method": "other"}, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_quantisers_of_transformers_get_a_cpu_as_the_device_only_if_there_is_a_gpu(has_gpu, monkeypatch):
+    """Some refuse any map with a CPU: then before the download."""
+    found, quantization = [], {"quant_method": "other"}
+    monkeypatch.setattr(formats, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    quantiser = SimpleNamespace(validate_environment=lambda device_map, weights_only: found.append(device_map))
+    monkeypatch.setattr(formats.AutoHfQuantizer, "from_config", lambda *args, **options: quantiser)
+    assert formats.choose("x", quantization, CPU) is None
+    assert formats.loader_options(None, quantization, CPU) == ({"device_map": {"": "cpu"}} if has_gpu else {})
+    assert found == [{"": "cpu"} if has_gpu else None]

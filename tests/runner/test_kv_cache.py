@@ -6,12 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from outrider.proposers.draft_model import DraftOptions, load_draft
+from outrider.proposers.method import Setting
 from outrider.runner import ModelRunner, RunnerConfig, round_hidden
 from outrider.runner.kv_cache import CacheShape, KVCache, LayerShape
 from outrider.runner.layouts import shared_chunk
 from outrider.runner.loading import cache_argument
 from outrider.runner.longrope import LongTexts
-from outrider.runner.state_cache import StateKey, StateShape, StateShapes
+from outrider.runner.state_cache import StateKey, StateShape, StateShapes, grouped
 from outrider.runner.survey import survey_without_weights
 from outrider.types import Context, OutriderError
 
@@ -247,7 +249,7 @@ def test_cache_memory_grows_and_shrinks_with_use():
 
 
 def test_the_memory_of_a_row_includes_its_recurrent_states():
-    states = StateShapes.of({StateKey(0, 0, False): StateShape((4,)), StateKey(0, 0, True): StateShape((3,), 4)})
+    states = StateShapes(*grouped({StateKey(0, 0, False): StateShape((4,)), StateKey(0, 0, True): StateShape((3,), 4)}))
     shape = CacheShape.of({1: LayerShape(2, 3, 5)}, states=states)
     cache = KVCache(shape, 1, 1000, torch.float16, torch.device("cpu"))
     cache.row("a")
@@ -257,8 +259,9 @@ def test_the_memory_of_a_row_includes_its_recurrent_states():
 
 def test_the_memory_limit_of_the_target_does_not_shorten_the_drafts_context():
     model, config = make_model(small_config("llama")), RunnerConfig(kv_memory=2e-5, compile="never")
-    assert ModelRunner.load(untouched(model), config).max_len < 64
-    assert ModelRunner.load(untouched(model), config.for_draft()).max_len == 64
+    target = ModelRunner.load(untouched(model), config)
+    assert target.max_len < 64
+    assert load_draft(Setting(target, draft=untouched(model)), DraftOptions()).max_len == 64
 
 
 def test_growing_keeps_the_drafts_of_a_large_tree():

@@ -148,9 +148,9 @@ def test_weights_outside_the_folder_are_refused(broken, outside):
 @pytest.mark.parametrize(
     "config, said",
     [
-        ({"model_type": "gpt2", "n_layer": 10**9}, "num_hidden_layers=1000000000: expected a whole number from 1 to 10000"),
+        ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer=1000000000: expected a whole number from 1 to 10000"),
         ({"model_type": "mixtral", "num_local_experts": 10**9}, "num_local_experts=1000000000: expected a whole number from 0"),
-        ({"model_type": "mpt", "n_layers": 10**9}, "num_hidden_layers=1000000000"),
+        ({"model_type": "mpt", "n_layers": 10**9}, "n_layers=1000000000"),
     ],
 )
 def test_sizes_under_other_names_are_checked(tmp_path, config, said):

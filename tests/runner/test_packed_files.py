@@ -125,6 +125,13 @@ def test_logits_equal_those_of_the_first_load(kind, dtype, tmp_path, read):
     assert again.model.config.to_dict() == first.model.config.to_dict()  # the key of compiled passes
 
 
+def test_a_target_has_the_files_of_its_number_of_bits(folder, cache):
+    """The part of the name that stays the same must not change: files of earlier versions would not be replaced."""
+    ModelRunner.load(folder, INT4)
+    (file,) = cache.iterdir()
+    assert file.name.startswith(f"{PackedFile.of(folder, 4, 'auto').family}-")
+
+
 def test_each_number_of_bits_and_each_state_of_the_files_has_its_own_file(folder, cache, read):
     ModelRunner.load(folder, INT4)
     ModelRunner.load(folder, RunnerConfig(weights="int8", compile="never"))
@@ -237,7 +244,8 @@ def draft_of(path, **options):
 
 
 @pytest.mark.parametrize(
-    "kind", ["folder", "llama", "gemma3", "gpt-oss", "phi3", "falcon-h1", pytest.param("folder, untied", id="untied")]
+    "kind",
+    ["folder", "llama", "llama, 5 bits", "gemma3", "gpt-oss", "phi3", "falcon-h1", pytest.param("folder, untied", id="untied")],
 )
 def test_a_rounded_draft_is_stored_with_its_values(kind, tmp_path, cache, read, monkeypatch):
     monkeypatch.setattr(draft_model, "MAX_16_BIT_BYTES", 0)
@@ -248,7 +256,10 @@ def test_a_rounded_draft_is_stored_with_its_values(kind, tmp_path, cache, read, 
         pytest.importorskip("gguf")
         import gguf_files
 
-        gguf_files.write(path, gguf_files.make_model(kind), gguf_files.mixed)
+        def kind_of(name):  # layers with one input may have the same form only when they are rounded
+            return gguf_files.Kind.Q5_K if kind.endswith("5 bits") and "_v" not in name else gguf_files.mixed(name)
+
+        gguf_files.write(path, gguf_files.make_model(kind.partition(",")[0]), kind_of)
     first = draft_of(path)
     again = draft_of(path)
     assert len(read) == 1 and len(list(cache.iterdir())) == 1
@@ -281,6 +292,16 @@ def test_a_large_model_is_checked_once_for_each_state_of_its_files(folder, tmp_p
     ModelRunner.load(make_model(small_config("llama")), eager)
     ModelRunner.load(make_model(small_config("llama")), eager)
     assert len(checked) == 7
+
+
+def test_a_large_model_is_checked_beside_files_that_cannot_be_read(folder, tmp_path, monkeypatch):
+    """Such as the folders and links that editors put beside the code."""
+    code = tmp_path / "code"
+    (code / "backup.d").mkdir(parents=True)
+    (code / "kernel.cpp").symlink_to("missing")
+    monkeypatch.setattr(native.build, "FOLDER", code)
+    monkeypatch.setattr(self_check, "MIN_BYTES", 0)
+    ModelRunner.load(folder, RunnerConfig(compile="never"))
 
 
 def test_a_model_that_fails_the_self_check_is_checked_again(folder, monkeypatch):

@@ -12,7 +12,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from outrider import native
 from outrider.runner import ModelRunner, RunnerConfig, recurrence
-from outrider.runner.state_cache import StateCache, StateKey, StateShape, StateShapes
+from outrider.runner.state_cache import StateCache, StateKey, StateShape, StateShapes, grouped
 
 REFERENCES = {
     "short_conv": recurrence.reference_short_conv,
@@ -90,7 +90,7 @@ def test_the_delta_rule_equals_transformers() -> None:
 
 
 def test_states_older_than_the_ring_are_not_usable() -> None:
-    shapes = StateShapes.of({StateKey(0, 0, False): StateShape((2,)), StateKey(0, 0, True): StateShape((3,), 4)})
+    shapes = StateShapes(*grouped({StateKey(0, 0, False): StateShape((2,)), StateKey(0, 0, True): StateShape((3,), 4)}))
     cache = StateCache(shapes, max_drafts=4, device=torch.device("cpu"))  # 6 states
     cache.keep_rows([None, None])
     assert [store.shape for store in cache.stores] == [(1, 2, 6, 2), (1, 2, 10, 3)]

@@ -23,7 +23,7 @@ from outrider.registry import PLAIN, PROPOSERS
 from outrider.search import Search, SearchSpace
 from outrider.search import journal as journal_module
 from outrider.search import search as search_module
-from outrider.search.journal import Journal
+from outrider.search.journal import Journal, exclusive
 from outrider.search.report import oracle, result, rows, table, verdict
 from outrider.search.traffic import RecordedPrompt
 from outrider.types import OutriderError, SamplingParams
@@ -319,6 +319,16 @@ def test_real_runs_generate_the_recorded_outputs(llm: LLM, twin: Proposer) -> No
     assert set(found.taus) == {PLAIN, "draft k=2", "draft k=auto"}
     assert found.tau(PLAIN) == 1.0 and found.tau("draft k=2") > 2
     assert found.num_prompts("draft k=2") == 2
+
+
+def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    refused = pytest.raises(OutriderError, match=r"^cannot lock .*lock \(No locks available\): give a folder on a disk")
+    with refused, exclusive(tmp_path / "found.json"):
+        pass
 
 
 def test_a_journal_of_another_search_is_rejected(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def check_source(model: str | None, growth: float = 1.0) -> None:
         raise OutriderError(f"{model} is a file: give the folder with config.json and the weights, or a .gguf file")
     if not hub.is_hub_id(model):
         raise OutriderError(f"no model folder {model!r}: {hub.expected_of(model)}")
-    if not hub.is_reachable():
+    if hub.offline_reason():
         hub.disable()  # otherwise huggingface_hub retries every file six times
         if on_this_machine(model) is None:
             raise hub.not_cached(model)

@@ -121,8 +121,8 @@ class BlockRunner(HeadRunner[BlockHead]):
         of_features, of_tokens = ranges(blocks.starts, new.lens), ranges(map(add, blocks.starts, new.lens), sizes)
         spare = -new.total % STEP if self._layouts.is_padded else 0  # features that no token reads
         order = [0] * layout.positions.shape[1]
-        for index, place in enumerate((*of_features, *[None] * spare, *of_tokens)):
-            if place is not None:
+        for first, places in (0, of_features), (new.total + spare, of_tokens):
+            for index, place in enumerate(places, first):
                 order[place] = index
         of_features += [0] * spare
         numbers = torch.tensor([*ids, *block_index, *of_tokens, *of_features, *order], device=self.device)

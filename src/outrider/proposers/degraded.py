@@ -11,7 +11,7 @@ from dataclasses import replace
 from outrider.proposers.base import Proposer
 from outrider.proposers.wrapper import ProposerWrapper
 from outrider.sampling.randomness import key_of, uniforms
-from outrider.types import Context, OutriderError, Proposal, Request, Verdict
+from outrider.types import Context, Proposal, Request, Verdict
 
 _REPLACED = 0x57726F6E67  # separates this random stream from the sampler's
 
@@ -28,20 +28,10 @@ class Degraded(ProposerWrapper):
         self.accuracy = accuracy
         self._wrong: dict[str, dict[int, int]] = {}  # request -> node of this round -> replacement token
 
-    @property
-    def accuracy(self) -> float:
-        return self._accuracy
-
-    @accuracy.setter
-    def accuracy(self, value: float) -> None:
-        if not 0 <= value <= 1:
-            raise OutriderError(f"invalid accuracy {value:g}: expected 0 to 1")
-        self._accuracy = value
-
     def propose(self, context: Context, k: int) -> Proposal:
         proposal = self.inner.propose(context, k)
         self._wrong = {}
-        if self._accuracy == 1 or not proposal.num_nodes:
+        if self.accuracy == 1 or not proposal.num_nodes:
             return proposal
         vocab_size = context.sampler.vocab_size
         token_ids = proposal.token_ids.clone()
@@ -62,7 +52,7 @@ class Degraded(ProposerWrapper):
         wrong = {}
         for node, token in enumerate(token_ids):
             chance, which = heights[2 * node : 2 * node + 2]
-            if chance >= self._accuracy:
+            if chance >= self.accuracy:
                 wrong[node] = (token + 1 + int(which * (vocab_size - 1))) % vocab_size
         return wrong
 

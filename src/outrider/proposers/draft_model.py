@@ -285,7 +285,8 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
         raise OutriderError(f"the draft is on {draft.device}, and the target on {device}: move the draft there")
     is_parallel = drafts_in_parallel(_config_of(draft, target.trust_remote_code), options, draft)
     kind = ParallelDraft if is_parallel else ModelRunner
-    config = replace(target.for_draft(), device=device)  # where the target is: "auto" may be another one for a loaded target
+    # Without the options of the target alone, and where it is: "auto" may be another device for a loaded target.
+    config = replace(target, weights=None, kv_memory=None, device=device)
     if isinstance(draft, PreTrainedModel):  # dtype is given for the target
         config = replace(config, dtype="auto")
     runner = kind.load(draft, config, None if options.bits == 16 else f"draft {options.bits}")  # type: ignore[arg-type]
@@ -322,9 +323,9 @@ def drafts_in_parallel(config: PreTrainedConfig, options: DraftOptions, draft: o
 
 
 def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
-    """Return the draft's tokenizer: the given one, or that in its folder or repository; None if there are no such files.
+    """Return the draft's tokenizer: the given one, the target's if their files are equal, or that in the draft's files.
 
-    The target's, without loading another one, if the files are equal.
+    None if the draft has no such files.
 
     Raises ``OutriderError`` for an invalid draft, and for a tokenizer that cannot be loaded.
     """

@@ -290,31 +290,21 @@ def _gains(best: Tensor) -> list[float]:
 
 def _drawn_tree(head: RolloutRunner, round_: _Round, root: Step, shape: TreeShape) -> Proposal:
     """Sample a tree of the shape level by level, up to each request's maximum depth."""
-    proposal = draw_tree(shape, round_.sampler, round_.batch, _Levels(head, round_, root, shape))
+    step = root.view(len(round_.draftable), 1)  # [A, I]
+    sees = torch.zeros(len(round_.draftable), 1, 0, dtype=torch.bool, device=root.logits.device)
+    above: list[int] = []  # inner nodes of the previous level
+
+    def logits_after(inner: list[int], token_ids: Tensor) -> Tensor:
+        nonlocal step, sees, above
+        if above:
+            in_level = torch.tensor([above.index(shape.parents[node]) for node in inner], device=token_ids.device)
+            in_level = in_level.expand(len(round_.draftable), -1)
+            sees, feedback = _extended_mask(sees, in_level, len(inner)), _children_of(step.feedback, in_level)
+            step = head.level(round_.ids, round_.pick(token_ids)[:, inner], feedback, shape.depths[inner[0]], sees)
+        above = inner
+        return round_.spread(step.logits)
+
+    proposal = draw_tree(shape, round_.sampler, round_.batch, logits_after)
     lens = torch.zeros(round_.batch, dtype=torch.long)
     lens[round_.draftable] = torch.tensor([shape.cut(limit) for limit in round_.limits])
     return replace(proposal, lens=lens)
-
-
-class _Levels:
-    """Callback ``logits_after`` of ``trees.draw_tree``: runs the head over the inner nodes, level by level."""
-
-    def __init__(self, head: RolloutRunner, round_: _Round, root: Step, shape: TreeShape) -> None:
-        """``root`` [A]: the head's step after the root."""
-        self._head, self._round, self._shape = head, round_, shape
-        self._step = root.view(len(round_.draftable), 1)  # [A, I]
-        self._sees = torch.zeros(len(round_.draftable), 1, 0, dtype=torch.bool, device=root.logits.device)
-        self._inner: list[int] = []
-
-    def __call__(self, inner: list[int], token_ids: Tensor) -> Tensor:
-        """See ``trees.draw_tree``."""
-        if self._inner:
-            round_ = self._round
-            in_level = torch.tensor([self._inner.index(self._shape.parents[node]) for node in inner], device=token_ids.device)
-            in_level = in_level.expand(len(round_.draftable), -1)
-            self._sees = _extended_mask(self._sees, in_level, len(inner))
-            above = _children_of(self._step.feedback, in_level)
-            depth = self._shape.depths[inner[0]]
-            self._step = self._head.level(round_.ids, round_.pick(token_ids)[:, inner], above, depth, self._sees)
-        self._inner = inner
-        return self._round.spread(self._step.logits)

@@ -24,9 +24,6 @@ class TreeShape:
         """Return the number of nodes up to a depth, which are the first ones."""
         return sum(each <= depth for each in self.depths)
 
-    def nodes_at(self, depth: int) -> list[int]:
-        return [node for node, each in enumerate(self.depths) if each == depth]
-
     def children(self, node: int) -> list[int]:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
@@ -91,7 +88,7 @@ def draw_tree(
                 probs[:, child] = next_sibling_probs(base[:, i], torch.cat(drawn, 1) if drawn else None, logits[:, i])
                 token_ids[:, child] = sampler.draw(probs[:, child], child)
                 drawn.append(token_ids[:, child : child + 1])
-        inner = [node for node in shape.nodes_at(depth) if shape.children(node)]
+        inner = [node for node, each in enumerate(shape.depths) if each == depth and shape.children(node)]
         if inner:
             logits = logits_after(inner, token_ids)
     return Proposal(token_ids, torch.full((batch,), len(shape.parents)), probs, parents.clone())

@@ -154,8 +154,8 @@ def pack_codes(
     offsets are stored as ``Products`` if they are given so, else in the narrowest of bfloat16, float16 and float32 that holds
     them all. ``kind``: one of ``CODES`` if the codes are not integers. Needs the C++ operators.
 
-    Raises ``OutriderError`` for groups of another size, for numbers that are not finite, for codes above 127 with offsets, and
-    for zeros that do not fit 8 bits.
+    Raises ``OutriderError`` for groups of another size, for ``Products`` unless the inputs are a multiple of ``SPAN``, for
+    numbers that are not finite, for codes above 127 with offsets, and for zeros that do not fit 8 bits.
     """
     outputs, inputs = codes.shape
     if group % 16 and group < inputs:

@@ -121,11 +121,11 @@ def check_config_file(path: Path) -> None:
             raise OutriderError(f"the config of {path.parent} says dtype={dtype!r}: expected a dtype such as bfloat16")
 
 
-def check_sizes(source: str, config: Mapping[str, Any]) -> None:
-    """Raise ``OutriderError`` for implausible sizes in a config."""
-    for name, most in MAX_SIZES.items():
+def check_sizes(source: str, config: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
+    """Raise ``OutriderError`` for implausible sizes in a config. ``names``: its own names of entries, by transformers'."""
+    for usual, most in MAX_SIZES.items():
+        name, least = (names or {}).get(usual, usual), 0 if usual in EXPERTS else 1
         value = config.get(name)
-        least = 0 if name in EXPERTS else 1
         if isinstance(value, (int, float)) and not (isinstance(value, int) and least <= value <= most):
             raise OutriderError(f"the config of {source} says {name}={value}: expected a whole number from {least} to {most}")
 

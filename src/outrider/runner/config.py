@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outrider.options import INT32, LIMITS, MODELS, CheckedOptions, Kind, boolean, choice, number, option, whole
@@ -117,7 +117,3 @@ class RunnerConfig(CheckedOptions):
     def bits(self) -> int | None:
         """Return the bits of rounded weights; None if weights stay as in the checkpoint."""
         return None if self.weights is None else BITS[self.weights]
-
-    def for_draft(self) -> RunnerConfig:
-        """Return the configuration for a draft model of this target, without the options that concern the target alone."""
-        return replace(self, weights=None, kv_memory=None)

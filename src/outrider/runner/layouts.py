@@ -18,7 +18,7 @@ from outrider.types import Proposal, ancestor_matrix
 
 MIN_PREFILL = 16  # fewer uncached tokens are always left to the scoring pass
 STEP = 16  # on a GPU, wider passes have multiples of it: prompts have any length, and each width is captured
-CACHED_MASK_WIDTH = 16  # causal masks up to this width are kept
+CACHED_MASK_WIDTH = 16  # causal masks up to this width are kept; if padded, up to ``MAX_WIDTH``
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class PassInput:
 class Layouts:
     """Creates the layouts of passes over one cache.
 
-    On a GPU (``is_padded``) every request is padded to the longest, because graphs are captured once per shape and a further
-    token is nearly free. On a CPU requests are concatenated with their own lengths.
+    On a GPU (``is_padded``) every request is padded to the longest, and above ``STEP`` tokens to a multiple of it, because
+    graphs are captured once per shape and a further token is nearly free. On a CPU requests are concatenated with their own
+    lengths.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -122,7 +123,7 @@ class Layouts:
         key = (batch, width)
         if key not in self._masks:
             mask = torch.ones(width, width, dtype=torch.bool, device=self._device).tril()
-            if width > CACHED_MASK_WIDTH:  # prompts have any length: not worth caching
+            if width > (MAX_WIDTH if self.is_padded else CACHED_MASK_WIDTH):  # prompts have any length: not worth caching
                 return mask.expand(batch, -1, -1)
             self._masks[key] = mask.repeat(batch, 1, 1)
         return self._masks[key]

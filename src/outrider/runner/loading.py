@@ -33,7 +33,7 @@ from outrider.files import expanded, is_path, not_a_model_folder
 from outrider.hub import expected_of, fetch_configs, fetch_weights, is_cached_only, is_hub_id
 from outrider.memory import on_this_machine, require_memory, weight_bytes, weight_files
 from outrider.runner import attention, gguf, recurrence
-from outrider.runner.checkpoint_files import EXPERTS, MAX_SIZES, check_config_file, check_sizes, check_weight_files, is_finite
+from outrider.runner.checkpoint_files import EXPERTS, check_config_file, check_sizes, check_weight_files, is_finite
 from outrider.runner.checkpoints import modelopt
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import headers, without_quantization
@@ -344,8 +344,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise OutriderError(f"the config of {source} has a text_config, which {config.model_type} models do not have")
     if folder is not None:
         _drop_default_ends(config, folder / "config.json")
-    own = vars(text)
-    check_sizes(str(source), {name: own.get(text.attribute_map.get(name, name)) for name in MAX_SIZES})
+    check_sizes(str(source), vars(text), text.attribute_map)
     refuse_encoders(config)
     return config
 

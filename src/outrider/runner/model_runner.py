@@ -76,11 +76,11 @@ class ModelRunner:
 
     @classmethod
     def load(
-        cls, model: str | Path | PreTrainedModel, config: RunnerConfig | None = None, form: str | None = None
+        cls, model: str | Path | PreTrainedModel, config: RunnerConfig | None = None, form: int | str | None = None
     ) -> ModelRunner:
         """Load a model, or use a loaded one. Raises ``OutriderError`` if it is not supported.
 
-        ``form``: the name of a form to which the caller rounds the weights; they are loaded so if they are stored in it.
+        ``form``: a form to which the caller rounds the weights; they are loaded so if they are stored in it.
         """
         config = config or RunnerConfig()
         if isinstance(model, PreTrainedModel):
@@ -97,7 +97,7 @@ class ModelRunner:
             refuse_rounding(config.weights, device, wanted, kind, reader)
         loading.check_device(device)
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
-        form = (form or config.weights) if shape is not None and native.serves(device) else None
+        form = (form or config.bits) if shape is not None and native.serves(device) else None
         if form is not None and shape is not None:
             file = PackedFile.of(model, form, config.dtype)
             packed = None if file is None else file.load(wanted, kind, shape.by_request)

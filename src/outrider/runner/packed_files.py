@@ -45,6 +45,7 @@ MODULES = (
     *(linear.PackedLinear, linear.JoinedLinear, linear.PackedEmbedding, linear.FusedLinears, linear.FusedSlice),
     *(experts.ExpertLinears, experts.PackedExperts, nn.ModuleList),
 )
+torch.serialization.add_safe_globals(list(MODULES))
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class PackedFile:
     def of(cls, source: str | Path, form: int | str, dtype: Any) -> PackedFile | None:
         """Return the file for a folder, a GGUF file or a hub id whose files are on this machine; None for other sources.
 
-        ``form``: the bits of the weights, and whether they are a draft's. ``dtype``: the dtype as which the checkpoint is
-        loaded before rounding.
+        ``form``: how the weights are rounded: the bits of a target's, or a text for a draft's, whose head is rounded as well.
+        ``dtype``: the dtype as which the checkpoint is loaded before rounding.
         """
         files, folder = weight_files(source), on_this_machine(source) or expanded(source)
         if not files:
@@ -85,8 +86,7 @@ class PackedFile:
         if path is None:
             return None
         try:
-            with torch.serialization.safe_globals(list(MODULES)):
-                stored = torch.load(path, mmap=True, weights_only=True)
+            stored = torch.load(path, mmap=True, weights_only=True)
             model = loading.prepare_for_passes(without_weights(config, model_class, stored["dtype"]), by_request)
             for name, module in stored["modules"].items():
                 parent, _, own = name.rpartition(".")

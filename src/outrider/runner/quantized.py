@@ -18,6 +18,7 @@ from outrider.runner.experts import ExpertLinears
 from outrider.runner.linear import (
     PackedLinear,
     arithmetic,
+    fuse_siblings,
     is_in_blocks,
     packed_layers,
     structural_copy,
@@ -52,6 +53,7 @@ def round_weights(model: PreTrainedModel, bits: int) -> None:
     for layer in packed_layers(model):
         if blocks.bits_of(layer.packed) > bits:
             layer.packed = blocks.repack(layer.packed, bits)
+    fuse_siblings(model)  # those that had different forms: the packed model has the same structure when it is read from a file
 
 
 def packed_bytes(model: PreTrainedModel) -> int:

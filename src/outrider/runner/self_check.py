@@ -38,6 +38,7 @@ from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
+CODE = (".py", ".cpp", ".h", ".inc")  # endings of files: a change of them invalidates what was stored
 KIND, SUFFIX = "checks", ".passed"  # of the disk cache
 MIN_BYTES = 64 << 20  # of weights: checking smaller models takes less time than is worth a file
 LENGTH = 12  # tokens of the sequence
@@ -86,12 +87,12 @@ def _key(model: PreTrainedModel, cache: KVCache, source: str | Path) -> str | No
     """Return the key under which it is stored that a model passed; None for small ones and for files that were deleted."""
     try:
         stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in weight_files(source)]
+        if sum(size for _, size, _ in stats) < MIN_BYTES:
+            return None
+        folders = Path(__file__).parent, native.build.FOLDER
+        code = [path.read_bytes() for each in folders for path in sorted(each.rglob("*")) if path.suffix in CODE]
     except OSError:
         return None
-    if sum(size for _, size, _ in stats) < MIN_BYTES:
-        return None
-    folders = Path(__file__).parent, native.build.FOLDER
-    code = [path.read_bytes() for each in folders for path in sorted(each.rglob("*.*")) if path.suffix != ".pyc"]
     weights = [(name, each.shape, each.dtype) for name, each in (*model.named_parameters(), *model.named_buffers())]
     machine = cpu_flags() if cache.device.type == "cpu" else torch.cuda.get_device_name(cache.device)
     versions = torch.__version__, transformers.__version__, code_of(model), hashlib.sha256(b"".join(code)).hexdigest()

@@ -49,11 +49,6 @@ class StateShapes:
     kinds: tuple[tuple[StateShape, int], ...] = ()  # each shape, and the number of its states
     places: Mapping[StateKey, tuple[int, int]] = field(default_factory=dict)  # kind of each state, and index in it
 
-    @classmethod
-    def of(cls, shapes: Mapping[StateKey, StateShape]) -> StateShapes:
-        """Group ``shapes``, given by state."""
-        return cls(*grouped(shapes))
-
     def floats_per_row(self, slots: int) -> int:
         """Return the number of floats stored for one request."""
         return sum(torch.Size(store).numel() for store in self.stores(1, slots))

@@ -33,7 +33,7 @@ from outrider.runner.loading import (
     reason,
     text_config,
 )
-from outrider.runner.state_cache import StateKey, StateShape, StateShapes
+from outrider.runner.state_cache import StateKey, StateShape, StateShapes, grouped
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
     kinds = getattr(text_config(model), "layer_types", None) or ()
     if not ran <= known | {layer for layer, kind in enumerate(kinds) if kind in WITHOUT_CACHE}:
         raise UnsupportedAttention(_not_attending(name))
-    return CacheShape.of(seen.layers, seen.shared, StateShapes.of(seen.states))
+    return CacheShape.of(seen.layers, seen.shared, StateShapes(*grouped(seen.states)))
 
 
 def _refuse_own_caches(model: PreTrainedModel) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -35,6 +36,9 @@ CONTINUED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')  # a prefix 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token of SentencePiece for one byte
 SENTENCEPIECE = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+
+# Numbers of tokens in the files, by tokenizers of ``load_tokenizer``: its callers may add more.
+_loaded_sizes: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
 
 
 class DifferentVocabulary(OutriderError):
@@ -90,7 +94,9 @@ def check_same_files(target: Path, draft: Path) -> None:
 
 
 def is_tokenizer_of(tokenizer: PreTrainedTokenizerBase, source: str | Path) -> bool:
-    """Return whether a loaded tokenizer was read from files that are equal to those of another source."""
+    """Return whether ``load_tokenizer`` read a tokenizer, since then unchanged, from files equal to those of another source."""
+    if _loaded_sizes.get(tokenizer) != len(tokenizer):
+        return False
     own, other = Path(str(tokenizer.name_or_path)), gguf.find(source)
     if own.suffix == ".gguf":
         return own.is_file() and other is not None and gguf.has_equal_tokenizer(own, source)
@@ -100,7 +106,9 @@ def is_tokenizer_of(tokenizer: PreTrainedTokenizerBase, source: str | Path) -> b
 
 
 def _content(file: Path) -> bytes | None:
-    return file.read_bytes() if file.is_file() else None
+    with suppress(OSError):  # missing, or reported when the tokenizer is loaded
+        return file.read_bytes()
+    return None
 
 
 def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -129,6 +137,7 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTr
         raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {why}") from error
     if folder is not None:
         _add_template(tokenizer, folder)
+    _loaded_sizes[tokenizer] = len(tokenizer)
     return tokenizer
 
 

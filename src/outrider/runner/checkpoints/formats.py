@@ -81,7 +81,7 @@ def choose(source: str, quantization: Mapping[str, Any], device: torch.device) -
             ) from error
     if method == "mxfp4" and device.type == "cpu" and problem is None:
         return None  # transformers converts these to bfloat16 exactly, without further libraries
-    own = _why_not_transformers(quantization)
+    own = _why_not_transformers(quantization, _device_map(device))
     if own is None and problem is None:
         return None
     where = "this CPU" if device.type == "cpu" else str(device)
@@ -98,16 +98,25 @@ def loader_options(reader: Format | None, quantization: Mapping[str, Any] | None
         return {}
     if method_of(quantization) == "mxfp4" and device.type == "cpu":
         return {"quantization_config": Mxfp4Config(dequantize=True)}
-    # Quantisers choose kernels by the map, and without one some of them choose the device.
-    return {"device_map": {"": str(device)}} if find_spec("accelerate") is not None else {}
+    device_map = _device_map(device)
+    return {} if device_map is None else {"device_map": device_map}
 
 
-def _why_not_transformers(quantization: Mapping[str, Any]) -> str | None:
+def _device_map(device: torch.device) -> dict[str, str] | None:
+    """Return the map by which quantisers choose kernels, and without which some of them choose the device.
+
+    None if there is no choice: some quantisers refuse any map with a CPU.
+    """
+    has_choice = device.type != "cpu" or torch.cuda.is_available()
+    return {"": str(device)} if has_choice and find_spec("accelerate") is not None else None
+
+
+def _why_not_transformers(quantization: Mapping[str, Any], device_map: dict[str, str] | None) -> str | None:
     """Return why transformers' quantiser cannot load such a checkpoint on this machine; None if it can."""
     try:
         with warnings.catch_warnings(action="ignore"):
             quantizer = AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True)
-            quantizer.validate_environment(device_map=None, weights_only=True)
+            quantizer.validate_environment(device_map=device_map, weights_only=True)
     except ValueError as error:
         return "the format is unknown" if "Unknown quantization type" in str(error) else first_line(error)
     except Exception as error:  # missing or old libraries raise many kinds of exceptions

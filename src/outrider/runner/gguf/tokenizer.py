@@ -56,7 +56,9 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
     entries, options = _entries(file, "tokenizer"), _entries(file, "tokenizer_config")
     _complete(options, entries, file)
     backend = _byte_level(entries) if entries.get("tokenizer_type") == "gpt2" else _by_transformers(entries, file.architecture)
-    return kind(tokenizer_object=backend, name_or_path=str(path), **options)
+    tokenizer: PreTrainedTokenizerBase = kind(tokenizer_object=backend, **options)
+    tokenizer.name_or_path = str(path)  # not an argument: offline, transformers looks for a config.json in it, as a folder
+    return tokenizer
 
 
 def has_equal_tokenizer(path: Path, source: str | Path) -> bool:
