@@ -161,8 +161,7 @@ class Grammars:
 
     async def _made(self, key: str, text: str, preamble: Preamble | None, client: Client, is_renewed: bool) -> TokenGrammar:
         try:
-            # The first grammar waits for the start of a worker and for the table: both at once. If both fail, the worker's
-            # error says why.
+            # The first grammar waits for a worker and for the table, both at once; if both fail, the worker's error says why.
             table = asyncio.gather(self._in_compiler_thread(self._compiler.table), return_exceptions=True)
             num_bytes = (await self.pool.do({"schema": text}, len(text), client))["bytes"]
             await table
