@@ -102,6 +102,8 @@ def test_gzipped_files_are_read_up_to_the_limit(tmp_path: Path) -> None:
         ('{"turns": [""], "category": "qa"}', 'the first of "turns"'),
         ('{"turns": ["x"], "category": 3, "src_id": "1"}', '"workload" must be a string'),
         ('{"messages": [{"role": "user"}]}', "invalid content None of a message"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": [{"a": "\\ud800"}]}', '"tools": invalid Unicode'),
+        ('{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tokenize": true}}', "without .*tokenize"),
         ('{"prompt": "x", "workload": 3}', '"workload" must be a string'),
     ],
 )

@@ -15,7 +15,7 @@ from toy_grammar import Rule, RuleGrammar
 from outrider import LLM, SamplingParams
 from outrider.engine import grammar_drafts
 from outrider.engine.config import uses_grammar_drafts
-from outrider.engine.grammar_drafts import GrammarDrafts, TokenGuesser
+from outrider.engine.grammar_drafts import MAX_OWNERS, GrammarDrafts, TokenGuesser
 from outrider.engine.validation import check, without_unusable
 from outrider.proposers.base import ScriptedProposer
 from outrider.sampling import Sampler
@@ -308,3 +308,18 @@ def test_a_larger_vocabulary_and_longer_runs_emit_the_same_text_with_every_metho
         texts[method] = [completion.token_ids for completion in outputs_of(llm.generate([PROMPT, [9] * 20], params))]
         assert llm.stats.faults == 0 and llm.stats.num_grammar_tokens >= 100 and llm.stats.num_rounds <= 2 * 10
     assert len(texts["plain"][0]) == 70 and all(found == texts["plain"] for found in texts.values())
+
+
+def test_owners_do_not_learn_from_each_other() -> None:
+    """A guess is accepted more often after the same text: statistics would reveal the outputs of others."""
+    drafts = GrammarDrafts(ScriptedProposer(lambda context, k: Proposal.empty(1)), drafts_ahead=True)
+    request, allowed = constrained((0,), SamplingParams()), torch.tensor([True, True, False, False])
+
+    def guess(owner: str) -> int | None:
+        return drafts._guesser(replace(request, request_id=f"{owner}/1")).guess(0, allowed)
+
+    drafts._guesser(replace(request, request_id="ada/0")).learn(0, allowed, 1)
+    assert guess("ada") == 1 and guess("bob") is None
+    for number in range(MAX_OWNERS):
+        guess(str(number))
+    assert guess("ada") is None and len(drafts._guessers) == MAX_OWNERS

@@ -34,10 +34,11 @@ class Served:
 
     def __init__(self, llm: LLM, config: ServerConfig, keys: KeyRing) -> None:
         self.llm = llm
-        app = create_app(llm, config, keys)
-        self.service: Service = app.state.service
         self._listener = listen("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        address, port = self._listener.getsockname()
+        app = create_app(llm, config, keys, address)
+        self.service: Service = app.state.service
+        self.url = f"http://{address}:{port}"
         settings = connections(app, config)
         settings.timeout_graceful_shutdown = 20
         self.server = uvicorn.Server(settings)

@@ -113,13 +113,16 @@ def test_an_unread_answer_is_aborted(load: Callable[..., LLM]) -> None:
         connection.close()
 
 
-def test_connections_over_the_limit_are_closed(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_over_the_limit_are_closed(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert 0 < run.most_connections() < resource.getrlimit(resource.RLIMIT_NOFILE)[0] or run.most_connections() == sys.maxsize
     monkeypatch.setattr(run, "most_connections", lambda: 2)
     with serving(load("plain", 0)) as server, server.connect() as first, server.connect():
         until(lambda: len(server.server.server_state.connections) == 2)
         with server.connect() as third, suppress(ConnectionError):
             assert third.recv(1) == b""
+        assert "ulimit -n" in caplog.text
         first.sendall(GET)
         assert b" 200 OK" in first.recv(4096)
         first.close()

@@ -429,7 +429,7 @@ async def test_without_keys_connections_take_turns_and_with_them_clients_do() ->
     async def ask(keys: KeyRing, port: int) -> None:
         headers = [(b"authorization", b"Bearer secret")]
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "client": ("::1", port)}
-        await Gate(app, ServerConfig(), keys)(scope, asyncio.Queue().get, asyncio.Queue().put)
+        await Gate(app, ServerConfig(), keys, "::1")(scope, asyncio.Queue().get, asyncio.Queue().put)
 
     for keys in (KeyRing(), KeyRing([("secret", Client("ada"))])):
         for port in (1, 2):
@@ -497,6 +497,25 @@ async def test_the_memory_of_grammars_is_limited(plain: LLM, monkeypatch: pytest
         del used[0]
         gc.collect()
         assert await grammars.get({"const": 3}, ANYONE) and await grammars.get({"const": 4}, other)
+        used.clear()
+        monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 3 << 28}))
+        used = [await grammars.get({"const": 5}, ANYONE)]  # those that are only cached make room
+        assert await grammars.get(None, ANYONE)  # of any object, which is always served
+
+
+@in_loop
+async def test_grammars_that_are_compiled_at_once_share_the_memory(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def in_thread(work: Callable[[], Result]) -> Result:
+        await asyncio.sleep(0.01)
+        return work()
+
+    monkeypatch.setattr(pools, "Worker", Slow)
+    monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 1 << 28}))
+    alone = replace(ANYONE, is_only=True)
+    async with started(Grammars(tokenizer_data(plain), ServerConfig(workers=6), in_thread)) as grammars:
+        asked = [grammars.get({"const": number}, alone) for number in range(6)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(each) for each in found].count(Busy) == 2  # four take the whole memory
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc (Linux)")
@@ -549,7 +568,7 @@ async def test_the_table_of_tokens_is_built_while_a_worker_tests_the_schema(
 
     async def answer(self: Slow, job: dict[str, Any]) -> dict[str, Any]:
         await built.wait()
-        return {}
+        return {"bytes": 0}
 
     monkeypatch.setattr(pools, "Worker", Slow)
     monkeypatch.setattr(Slow, "answer", answer)

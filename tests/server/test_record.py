@@ -65,6 +65,11 @@ def test_a_link_is_no_file_for_prompts(plain: LLM, tmp_path: Path) -> None:
     assert not (tmp_path / "of a stranger").exists()
 
 
+def test_a_descriptor_may_receive_the_requests(tmp_path: Path) -> None:
+    with open(tmp_path / "asked.jsonl", "w") as file:
+        Record(Path(f"/dev/fd/{file.fileno()}"), "m", None).close()
+
+
 def test_a_slow_disk_does_not_delay_the_thread_that_records(tmp_path: Path) -> None:
     is_fast = threading.Event()
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 import uvicorn
 from bench.load import virtual
-from fastapi import Request
+from fastapi import Request, Response
 from pydantic import ValidationError
 
 from outrider import LLM, SamplingParams, native
@@ -30,7 +30,7 @@ from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.outputs import Emission
 from outrider.engine.stats import GenerationStats
 from outrider.runner import compiled
-from outrider.server import service
+from outrider.server.app import Deferred
 from outrider.server.bridge import Busy, EngineBridge, Stream, call_in_temporary_thread
 from outrider.server.completions import CompletionBody
 from outrider.server.config import Client, KeyRing, host_error
@@ -281,14 +281,30 @@ def test_a_body_is_dropped_before_its_answer(served: Served, monkeypatch: pytest
         assert answer.result().status_code == 200
 
 
+def test_an_answer_does_not_depend_on_what_starlette_keeps() -> None:
+    sent: list[Any] = []
+
+    async def handler(given: Any, http: Request) -> Response:
+        return Response(given)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http"}
+    asyncio.run(Deferred(handler, "x", Request(scope))(scope, MagicMock(), send))
+    assert sent[-1]["body"] == b"x"
+
+
 def test_log_probabilities_of_a_call_are_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "MAX_TOTAL_LOGPROBS", 96)
+    assert served.service._max_logprobs >= served.llm.runner.max_len * 21  # enough for every answer
+    monkeypatch.setattr(served.service, "_max_logprobs", 96)
     asked = {"prompt": ["a b", "c d"], "n": 2, "logprobs": 1}
     for num_tokens, status in ((12, 200), (13, 400)):
         answer = served.post("/v1/completions", max_tokens=num_tokens, **asked)
         assert answer.status_code == status
     assert "too many log-probabilities: 52 tokens with 2 each: expected at most 96" in answer.json()["error"]["message"]
-    assert served.post("/v1/completions", max_tokens=12, echo=True, **asked).status_code == 400
+    for num_tokens, status in ((9, 200), (10, 400)):  # each choice repeats the three tokens of its prompt
+        assert served.post("/v1/completions", max_tokens=num_tokens, echo=True, **asked).status_code == status
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "127.8.9.1", "[::1]:1", "LOCALHOST:80", None])
@@ -299,10 +315,16 @@ def test_a_loopback_server_is_called_by_its_own_names(served: Served, host: str 
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:8000", "10.0.0.1", "[::1", "0.0.0.0"])
-def test_a_loopback_server_without_keys_refuses_other_hosts(served: Served, load: Callable[..., LLM], host: str) -> None:
+def test_a_loopback_server_without_keys_refuses_other_hosts(served: Served, host: str) -> None:
     answer = httpx.get(served.url + "/v1/models", headers={"host": host}, verify=TLS)
     assert answer.status_code == 403 and "expected localhost or a loopback address" in answer.json()["error"]["message"]
-    assert host_error("0.0.0.0", host) is host_error("my-machine", host) is None
+    assert host_error(host, "0.0.0.0", "0.0.0.0") is None
+
+
+def test_a_name_that_resolves_to_a_loopback_address_is_checked(load: Callable[..., LLM]) -> None:
+    with serving(load("plain", 0), host="My-machine") as server:
+        for host, status in (("my-machine:8000", 200), ("localhost", 200), ("evil.example", 403)):
+            assert httpx.get(server.url + "/v1/models", headers={"host": host}, verify=TLS).status_code == status
 
 
 def test_with_keys_every_host_is_allowed(load: Callable[..., LLM]) -> None:
@@ -727,7 +749,6 @@ def test_the_first_command_of_an_idle_engine_counts_as_progress() -> None:
     assert len(seen) == 1 and seen[0] > 0
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
 def test_a_panic_in_a_command_does_not_end_the_engine_thread(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     class Panic(BaseException):
         """As PyO3's."""
@@ -746,6 +767,7 @@ def test_a_panic_in_a_command_does_not_end_the_engine_thread(served: Served, mon
     assert served.service.bridge.is_healthy
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
 def test_loading_leaves_no_openmp_threads() -> None:
     def num_threads() -> int:
         return len(list(Path("/proc/self/task").iterdir()))

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.engine.prompts import chat_ids, for_template, takes_tools, template_of
+from outrider.engine.templates import OWN_VARIABLES, requested_variables
 from outrider.errors import check_text, errors_as, without_path
 from outrider.files import READ_ERRORS, open_text
-from outrider.server.formats import requested_variables
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -204,11 +204,12 @@ def _conversation(item: Mapping[str, Any], workload: str) -> Prompt:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused('"tools" must be a list of tools as in OpenAI\'s API')
     given = item.get("chat_template_kwargs") or {}
-    if not isinstance(given, dict):
-        raise Refused('"chat_template_kwargs" must be an object')
+    if not isinstance(given, dict) or not given.keys().isdisjoint(OWN_VARIABLES):
+        raise Refused(f'"chat_template_kwargs" must be an object without {", ".join(OWN_VARIABLES)}')
     variables = requested_variables(item.get("reasoning_effort"), item.get("verbosity"), given)
     found = Prompt(workload, messages=tuple(map(_message, messages)), tools=tuple(tools), variables=variables)
-    _text(json.dumps([found.messages, tools, variables], ensure_ascii=False), '"messages"')
+    for name, value in (("messages", found.messages), ("tools", tools), ("chat_template_kwargs", variables)):
+        _text(json.dumps(value, ensure_ascii=False), f'"{name}"')
     return found
 
 

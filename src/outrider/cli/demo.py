@@ -73,14 +73,15 @@ def command(
             speed = call_in_temporary_thread(track.warm_up)
         demo = Demo(track, {"target": models.target or "embedded", "draft": models.draft, "plain_tok_s": speed})
         host = f"[{config.host}]" if ":" in config.host else config.host
-        url = f"http://{host}:{listening.getsockname()[1]}/"
+        address, port = listening.getsockname()[:2]
+        url = f"http://{host}:{port}/"
         err.print(Text.assemble((url, "bold"), ("  (Ctrl-C to stop)", "dim")), soft_wrap=True)
         if open_page:
             import webbrowser
 
             webbrowser.open(url)
         server = uvicorn.Server(
-            uvicorn.Config(demo.app(config.host), log_level="warning", timeout_graceful_shutdown=2, lifespan="off")
+            uvicorn.Config(demo.app(config.host, address), log_level="warning", timeout_graceful_shutdown=2, lifespan="off")
         )
         try:
             server.run(sockets=[listening])

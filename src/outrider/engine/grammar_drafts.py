@@ -27,11 +27,12 @@ from torch import Tensor
 
 from outrider.engine.round import DraftSource
 from outrider.sampling.grammar_masks import allowed_after, is_dead_end, is_empty, path_to
-from outrider.types import Context, Matcher, Proposal, Request, Verdict
+from outrider.types import Context, Matcher, Proposal, Request, Verdict, owner_of
 
 MAX_DRAFTS = 15  # forced and guessed drafts of a request in one round: a pass of 16 rows; a longer span takes another round
 MAX_CHOICES = 256  # tokens among which one is guessed
 MAX_STATES = 4096  # states that are remembered; the oldest is dropped
+MAX_OWNERS = 32  # whose tokens are remembered; those of the one that was last active longest ago are dropped
 MAX_COUNTER = 3  # a state's counter starts at 1; a right guess adds 1, a wrong one takes 1, and at 0 nothing is guessed
 
 
@@ -40,7 +41,7 @@ class TokenGuesser:
 
     A state is the token before and the set of allowed tokens, which distinguishes most states of a grammar. In a new state, the
     allowed token that was chosen last anywhere is guessed: white space and punctuation mostly continue alike. States are shared
-    by all grammars of an engine.
+    by all grammars of an owner (see ``owner_of``).
     """
 
     def __init__(self) -> None:
@@ -119,7 +120,7 @@ class GrammarDrafts:
         """
         self._inner, self._drafts_ahead, self._max_drafts = inner, drafts_ahead, max_drafts
         self._most = MAX_DRAFTS if max_drafts is None else min(MAX_DRAFTS, max_drafts)
-        self._guesser = TokenGuesser()
+        self._guessers: OrderedDict[str, TokenGuesser] = OrderedDict()  # by owner, the one that was active last at the end
         self._stopped: set[str] = set()  # requests without these drafts
         self._rows: dict[str, _Row] = {}  # by request id, for requests with a grammar
         self._view: Context | None = None  # context of the inner drafter, if it differs from the round's
@@ -134,7 +135,7 @@ class GrammarDrafts:
             is_stopped = request.num_draft_tokens == 0 or request.request_id in self._stopped
             if request.matcher is not None and not is_stopped and limit > 0:
                 room = limit if self._max_drafts is None else min(limit, self._max_drafts)
-                before, num_certain = forced_and_guessed_tokens(request, [], min(self._most, limit), self._guesser)
+                before, num_certain = forced_and_guessed_tokens(request, [], min(self._most, limit), self._guesser(request))
                 self._rows[request.request_id] = _Row(0 if is_dead_end(request, []) else room, before, num_certain)
 
     def propose(self, context: Context, k: int) -> Proposal:
@@ -167,6 +168,14 @@ class GrammarDrafts:
             self._rows.pop(request_id, None)
         if not self._rows:
             self._view = None
+
+    def _guesser(self, request: Request) -> TokenGuesser:
+        """Return the guesser of the request's owner."""
+        owner = owner_of(request.request_id)
+        found = self._guessers[owner] = self._guessers.pop(owner, TokenGuesser())
+        if len(self._guessers) > MAX_OWNERS:
+            self._guessers.popitem(last=False)
+        return found
 
     def _seen_ahead(self, context: Context, k: int) -> Context:
         """Return the inner drafter's context: requests with forced tokens as if those were committed, or without drafts."""
@@ -211,10 +220,11 @@ class GrammarDrafts:
             for node, token in enumerate(drafts[b][:num_own]):
                 path = path_to(node, drafts[b], tree)[:-1]
                 row.own.append(_only_token(allowed_after(request, [*row.before, *path])) == token)
-            room = min(self._most, row.room) - len(row.before) - num_own
+            known = [*row.before, *drafts[b][:num_own]]
+            room = min(self._most, row.room) - len(known)
             if room > 0 and (trees is None or num_own == 0):
-                row.after, _ = forced_and_guessed_tokens(request, [*row.before, *drafts[b][:num_own]], room, self._guesser)
-            row.drafts = [*row.before, *drafts[b][:num_own], *row.after]
+                row.after, _ = forced_and_guessed_tokens(request, known, room, self._guesser(request))
+            row.drafts = [*known, *row.after]
 
     def _learn(self, context: Context, verdict: Verdict) -> None:
         """Learn which tokens the target chose where masks leave a few."""
@@ -222,11 +232,12 @@ class GrammarDrafts:
             row = self._rows.get(request.request_id)
             if row is None:
                 continue
+            guesser = self._guesser(request)
             chosen = [*(row.drafts[node] for node in path), token]
             for at, (before, each) in enumerate(pairwise([request.token_ids[-1], *chosen])):
                 allowed = allowed_after(request, chosen[:at])
                 if allowed is not None:
-                    self._guesser.learn(before, allowed, each)
+                    guesser.learn(before, allowed, each)
 
     def _verdict_on_inner_drafts(self, context: Context, verdict: Verdict) -> Verdict:
         paths, next_tokens = list(verdict.paths), list(verdict.next_tokens)

@@ -17,6 +17,8 @@ RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "name": "find", "content"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # in the order of preference
 PYTHON_CALLS = "List of tools: "  # in LFM2's chat templates, which show the content of messages but not their calls
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # for gpt-oss, which knows low, medium and high
+THINKING_VARIABLES = "enable_thinking", "thinking"  # of chat templates; false: no reasoning
+OWN_VARIABLES = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 
 Messages = list[dict[str, Any]]
 
@@ -35,6 +37,20 @@ def variables_for(template: str | None, variables: Mapping[str, Any] | None) -> 
     if isinstance(effort, str) and "<|channel|>analysis" in (template or ""):
         found["reasoning_effort"] = EFFORTS.get(effort, effort)
     return found
+
+
+def with_thinking(variables: dict[str, Any], is_thinking: bool) -> dict[str, Any]:
+    """Return variables for a chat template with reasoning on or off, unless they set it already."""
+    if not variables.keys().isdisjoint(THINKING_VARIABLES):
+        return variables
+    return dict.fromkeys(THINKING_VARIABLES, is_thinking) | variables
+
+
+def requested_variables(effort: object, verbosity: object, variables: dict[str, Any]) -> dict[str, Any]:
+    """Return a request's variables for a chat template. The effort "none" disables reasoning where a template can do so."""
+    named = {"reasoning_effort": effort, "verbosity": verbosity}
+    given = {name: value for name, value in named.items() if value is not None}
+    return given | (with_thinking(variables, False) if effort == "none" else variables)
 
 
 def _without_refused_users(template: str, messages: Sequence[Mapping[str, Any]]) -> Messages:
@@ -155,6 +171,8 @@ def _rendered(template: str, messages: Messages) -> str:
     """Return what a chat template renders, nothing if it rejects the messages."""
     try:
         found: Any = render_jinja_template([messages], chat_template=template, bos_token="", eos_token="")
+    except MemoryError:  # of a worker, whose memory is limited
+        raise
     except Exception:  # templates can raise anything
         return ""
     return str(found[0][0])

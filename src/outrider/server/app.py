@@ -52,7 +52,8 @@ class Deferred(Response):
         self._handler, self._given, self._http = handler, given, http
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del self._http._body, self._http._json  # kept by starlette as long as the answer takes
+        for kept in ("_body", "_json"):  # by starlette as long as the answer takes
+            vars(self._http).pop(kept, None)
         response = await self._handler(self._given, self._http)
         await response(scope, receive, send)
 
@@ -65,8 +66,8 @@ def _deferred(handler: Handler) -> Handler:
     return defer
 
 
-def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
-    """Return the ASGI application for a loaded ``LLM``. The application owns the ``LLM`` while it runs."""
+def create_app(llm: LLM, config: ServerConfig, keys: KeyRing, address: str = ServerConfig.host) -> FastAPI:
+    """Return the ASGI application for a loaded ``LLM``, which it owns while it runs. ``address``: of the socket."""
     service = Service(llm, config)
 
     @asynccontextmanager
@@ -100,7 +101,7 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
     _add_states(app, service)
     for kind in (OutriderError, RequestValidationError, HTTPException, TimeoutError):
         app.add_exception_handler(kind, _on_error)
-    app.add_middleware(Gate, config=config, keys=keys)
+    app.add_middleware(Gate, config=config, keys=keys, address=address)
     return app
 
 

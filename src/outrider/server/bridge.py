@@ -322,7 +322,7 @@ class EngineBridge:
                 try:
                     self.llm.engine.add(request, group[0].request_id if i else None, client.queue_key, client.priority)
                     self._in_engine.add(request.request_id)
-                except BaseException as error:  # also a panic in a Rust library, as of the tokenizer
+                except BaseException as error:  # also a panic in a Rust library, such as the tokenizer's
                     logger.exception("request %s was not accepted", request.request_id)
                     refused.append(error_emission(request.request_id, error))
         self._send(refused)

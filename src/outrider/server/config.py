@@ -44,7 +44,7 @@ class ServerConfig(CheckedOptions):
     )
     shutdown_grace: float = limit(POSITIVE, 60.0, "Maximum seconds from SIGTERM to the end of the process.")
     workers: int = limit(COUNT, 2, "Worker processes for tokenisation, and as many for JSON schemas.")
-    worker_memory: float = limit(POSITIVE, 1.0, "GiB of memory that jobs may add to each worker process.")
+    worker_memory: float = limit(POSITIVE, 1.0, "GiB that jobs may add to each worker, and all JSON schemas to the server.")
     text_timeout: float = limit(POSITIVE, 10.0, "Processor seconds to tokenise the prompts of one call.")
     schema_timeout: float = limit(POSITIVE, 2.0, "Processor seconds to compile a JSON schema.")
     max_schema_values: int = limit(COUNT, 5000, "Maximum number of values in a JSON schema.")
@@ -76,21 +76,21 @@ class Client:
 ANYONE = Client()
 
 
-def host_error(listening: str, header: str | None) -> str | None:
+def host_error(header: str | None, address: str, own_name: str) -> str | None:
     """Return why a request without an API key is refused because of its header ``Host``, or None.
 
     A page of a name that resolves to this machine (DNS rebinding) must not reach a server that listens on a loopback address.
-    A client without the header is no browser.
+    A client without the header is no browser. ``own_name``: that the server was configured with.
     """
-    if not header or not _is_loopback(listening):
+    if not header or not _is_loopback(address):
         return None
     try:
         name = urlsplit(f"//{header}").hostname or ""
     except ValueError:  # brackets without an address
         name = ""
-    if _is_loopback(name):
+    if _is_loopback(name) or name == own_name.lower():
         return None
-    return f"unknown host {shown(header)}: expected localhost or a loopback address: set --host or API keys for other names"
+    return f"unknown host {shown(header)}: expected localhost or a loopback address: for other names set --host"
 
 
 def _is_loopback(host: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from time import monotonic
 from typing import Any
@@ -14,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 LOG_INTERVAL = 60.0  # seconds between two log messages about connections that cannot be accepted
+ACCEPTING = "socket.accept()"  # in the messages of asyncio about such connections
 
 
 class TimedProtocol(H11Protocol):
@@ -37,6 +39,8 @@ class TimedProtocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
             transport.abort()
+            error = OSError(errno.EMFILE, f"{self._max_connections} are open: raise the limit of descriptors (ulimit -n)")
+            self.loop.call_exception_handler({"message": ACCEPTING, "exception": error})
         else:
             self._expect_headers()
 
@@ -94,7 +98,7 @@ class QuietAccepting:
         self._count = 0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "socket.accept()" not in str(context.get("message")):
+        if ACCEPTING not in str(context.get("message")):
             loop.default_exception_handler(context)
             return
         self._count += 1

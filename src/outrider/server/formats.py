@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 CALLS = "tool_calls"  # name of the field of tool calls
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of fields of reasoning
-THINKING_VARIABLES = "enable_thinking", "thinking"  # of chat templates; false: no reasoning
 
 CALL = {"type": "function", "function": "{content}"}
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -18,20 +17,6 @@ NAME = rf"(?P<name>[\w.-]{{1,{MAX_NAME}}})"
 THINK = {"open_pattern": r"\A\s{0,8}(?:<think>|<seed:think>)", "close_pattern": r"\s{0,8}(?:</think>|</seed:think>)"}
 # An opening marker at the end of the prompt begins the reply; it may be closed, too.
 BEGUN = r"(?=(?:<think>|<seed:think>)\s{0,8}(?:</think>\s{0,8}|</seed:think>\s{0,8})?\Z)"
-
-
-def with_thinking(variables: dict[str, Any], is_thinking: bool) -> dict[str, Any]:
-    """Return variables for a chat template with reasoning on or off, unless they set it already."""
-    if not variables.keys().isdisjoint(THINKING_VARIABLES):
-        return variables
-    return dict.fromkeys(THINKING_VARIABLES, is_thinking) | variables
-
-
-def requested_variables(effort: object, verbosity: object, variables: dict[str, Any]) -> dict[str, Any]:
-    """Return a request's variables for a chat template. Without effort templates that know a switch disable reasoning."""
-    named = {"reasoning_effort": effort, "verbosity": verbosity}
-    given = {name: value for name, value in named.items() if value is not None}
-    return given | (with_thinking(variables, False) if effort == "none" else variables)
 
 
 def _form(calls: dict[str, Any], reasoning: dict[str, Any] | None = THINK, **anchor: Any) -> dict[str, Any]:

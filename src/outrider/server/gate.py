@@ -56,8 +56,8 @@ def error_response(path: str, call: Call, status: int, body: dict[str, Any], hea
 class Gate:
     """Outermost ASGI middleware: check a call before it is parsed, and log it."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, keys: KeyRing) -> None:
-        self._app, self._config, self._keys = app, config, keys
+    def __init__(self, app: ASGIApp, config: ServerConfig, keys: KeyRing, address: str) -> None:
+        self._app, self._config, self._keys, self._address = app, config, keys, address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,9 +104,9 @@ class Gate:
 
     def _refusal(self, path: str, headers: Headers, call: Call, address: tuple[str, int] | None) -> Response | None:
         """Return the response to a call that is refused, or None."""
-        unknown_host = None if len(self._keys) else host_error(self._config.host, headers.get("host"))
+        unknown_host = None if len(self._keys) else host_error(headers.get("host"), self._address, self._config.host)
         if unknown_host is not None:
-            return _error(path, call, 403, unknown_host, code="unknown_host")
+            return _error(path, call, 403, f"{unknown_host}, or API keys", code="unknown_host")
         if path.startswith(GUARDED):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             key = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")

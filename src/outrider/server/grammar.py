@@ -109,6 +109,7 @@ class Grammars:
         self._refused: OrderedDict[str, str] = OrderedDict()  # -> reason
         self._under_way: dict[str, tuple[asyncio.Task[TokenGrammar], str]] = {}  # -> task, queue key of its first client
         self._max_bytes = int(config.worker_memory * 2**30)  # of all grammars, as of one in a worker
+        self._compiling = asyncio.Lock()  # between the check of the memory and the entry in ``_in_memory``
         limits = {"seconds": config.schema_timeout, "memory": self._max_bytes, "nice": 10, "for_texts": False}
         self.pool = WorkerPool("compile a JSON schema", {**(data or {}), **limits}, config.workers, eager=False)
 
@@ -136,7 +137,7 @@ class Grammars:
         if key not in self._under_way:
             if not is_renewed:
                 self._check_room(client)
-            making = asyncio.create_task(self._made(key, text, preamble, client))
+            making = asyncio.create_task(self._made(key, text, preamble, client, is_renewed))
             self._under_way[key] = making, client.queue_key
             making.add_done_callback(lambda _: self._under_way.pop(key))
             # mark as retrieved: all callers may be gone
@@ -150,30 +151,33 @@ class Grammars:
         if num_free <= 0 or exceeds_share(client.queue_key, holders.count(client.queue_key), num_free):
             raise Busy(1)
 
-    def _check_memory(self, client: Client, num_bytes: int) -> None:
-        """Raise ``Busy`` if a grammar does not fit in the memory of all, or in this client's share of it."""
+    def _fits(self, client: Client, num_bytes: int) -> bool:
+        """Return whether a grammar fits in the memory of all, and in this client's share of it."""
         held = Counter({client.queue_key: num_bytes})
         for grammar, queue_key in self._in_memory.items():
             held[queue_key] += grammar.num_bytes
         num_free = self._max_bytes - held.total()
-        if num_free < 0 or exceeds_share(client.queue_key, held[client.queue_key], num_free):
-            raise Busy(1)
+        return num_free >= 0 and not exceeds_share(client.queue_key, held[client.queue_key], num_free)
 
-    async def _made(self, key: str, text: str, preamble: Preamble | None, client: Client) -> TokenGrammar:
+    async def _made(self, key: str, text: str, preamble: Preamble | None, client: Client, is_renewed: bool) -> TokenGrammar:
         try:
-            # The first grammar waits for the start of a worker and for the table: both at once.
-            table = self._in_compiler_thread(self._compiler.table)
-            answer, _ = await asyncio.gather(self.pool.do({"schema": text}, len(text), client), table)
-            num_bytes = answer["bytes"]
-            self._check_memory(client, num_bytes)
-            grammar: TokenGrammar = await self._in_compiler_thread(lambda: self._compiler.compiled(text, preamble))
-            grammar.num_bytes = num_bytes
+            # The first grammar waits for a worker and for the table, both at once; if both fail, the worker's error says why.
+            table = asyncio.gather(self._in_compiler_thread(self._compiler.table), return_exceptions=True)
+            num_bytes = (await self.pool.do({"schema": text}, len(text), client))["bytes"]
+            await table
+            async with self._compiling:
+                while not is_renewed and not self._fits(client, num_bytes):
+                    if not self._kept:
+                        raise Busy(1)
+                    self._kept.popitem(last=False)
+                grammar: TokenGrammar = await self._in_compiler_thread(lambda: self._compiler.compiled(text, preamble))
+                grammar.num_bytes = num_bytes
+                self._in_memory[grammar] = client.queue_key
         except (Busy, Stopping):
             raise
         except OutriderError as error:
             self._remember_refusal(key, str(error))
             raise
-        self._in_memory[grammar] = client.queue_key
         self._kept[key] = grammar
         new = [each for each, kept in self._kept.items() if not kept.is_reused]
         for each in new[:-MAX_NEW]:

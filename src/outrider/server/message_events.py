@@ -23,6 +23,7 @@ PREFIX = "msg_"  # of a message's id, before the id of its call
 # HTTP status -> type of an error; others are invalid requests.
 ERRORS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

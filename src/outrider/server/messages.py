@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
+from outrider.engine.templates import with_thinking
 from outrider.errors import OutriderError
 from outrider.options import INT32
-from outrider.server.formats import with_thinking
 from outrider.server.mistakes import as_chat, known, refused, type_of
 from outrider.server.protocol import (
     MAX_MESSAGES,

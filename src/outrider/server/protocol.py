@@ -11,9 +11,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from outrider.engine.options import Speculation
 from outrider.engine.prompts import arguments_of, for_template, shown_tool
+from outrider.engine.templates import OWN_VARIABLES, requested_variables
 from outrider.options import INT32, declared, shown
 from outrider.registry import PLAIN
-from outrider.server.formats import MAX_NAME, requested_variables
+from outrider.server.formats import MAX_NAME
 from outrider.server.parameters import calls_schema, levels
 from outrider.types import Grammar, OutriderError, SamplingParams
 
@@ -23,7 +24,6 @@ MAX_FIELDS = 128  # fields per object: each wrong one adds an error
 MAX_BIASES = 4096
 MAX_MESSAGES = 4096  # of a conversation, and parts of a message
 MAX_TOOLS = 256  # of a call, and tool calls of a message
-OWN_VARIABLES = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 MAX_DEPTH = 64  # of parameters and arguments of tools
 
 

@@ -74,9 +74,10 @@ class Record:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file and make it readable by its owner only, also if it exists. Raises ``OSError`` for a symbolic link."""
+    """Open a file and make it readable by its owner only, also if it exists. Raises ``OSError`` for a link outside /dev."""
+    flags |= 0 if os.path.dirname(path) in ("/dev", "/dev/fd") else os.O_NOFOLLOW  # anyone may put links into shared folders
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)  # anyone could have put a link into a shared folder
+        descriptor = os.open(path, flags, 0o600)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise

@@ -23,6 +23,7 @@ from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from outrider.engine.prompts import check_takes_tools, template_of
+from outrider.engine.templates import THINKING_VARIABLES
 from outrider.runner.tokenizers import special_ids
 from outrider.server.calls import as_json, flat, json_values, name_and_arguments, plain_json, python_calls
 from outrider.server.formats import (
@@ -32,7 +33,6 @@ from outrider.server.formats import (
     PREAMBLES,
     REASONING,
     THINKING,
-    THINKING_VARIABLES,
     Preamble,
     form_of,
 )

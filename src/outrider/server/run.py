@@ -139,8 +139,8 @@ def connections(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
 
 def serve(llm: LLM, config: ServerConfig, keys: KeyRing, listener: socket.socket) -> None:
     """Serve until a signal arrives. The process should exit afterwards: it is forced to when ``shutdown_grace`` is over."""
-    app = create_app(llm, config, keys)
     host, port = listener.getsockname()[:2]
+    app = create_app(llm, config, keys, host)
     if not ip_address(host).is_loopback and not len(keys):
         logger.warning("the server is reachable from other machines without an API key: set --api-keys")
     name = f"[{host}]" if ":" in host else host

@@ -29,7 +29,7 @@ from outrider.server.messages import CountBody, MessagesBody
 from outrider.server.metrics import Metrics
 from outrider.server.mistakes import MAX_DETAIL, mistakes, unreadable
 from outrider.server.prompts import InThread, Prompts, tokenizer_data
-from outrider.server.protocol import ChatBody, SamplingFields, StreamOptions
+from outrider.server.protocol import MAX_LOGPROBS, ChatBody, SamplingFields, StreamOptions
 from outrider.server.record import Record
 from outrider.server.replies import Replies
 from outrider.server.response_events import ResponseAnswer
@@ -48,7 +48,7 @@ Conversion = Callable[[Client], Coroutine[Any, Any, dict[str, Any]]]
 DONE = b"data: [DONE]\n\n"
 # ASCII, because some clients split the lines of a stream at characters such as U+2028, too.
 COMPACT = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-MAX_TOTAL_LOGPROBS = 1 << 22  # of a call, in all: each takes about 100 bytes, and as many in the answer
+MAX_TOTAL_LOGPROBS = 1 << 22  # of a call, or as many as one context has: each takes about 100 bytes, and as many in the answer
 PING_INTERVAL = 15.0  # seconds without an event after which a stream gets a ping: proxies close silent connections
 NO_RETRY = {"x-should-retry": "false"}  # otherwise OpenAI's and Anthropic's clients send the request again
 
@@ -60,6 +60,7 @@ class Service:
         self.llm, self.config = llm, config
         self.bridge = EngineBridge(llm, config.max_queue, config.stream_interval)
         self.metrics = Metrics(self.bridge, config.name)
+        self._max_logprobs = max(MAX_TOTAL_LOGPROBS, llm.runner.max_len * (MAX_LOGPROBS + 1))
         self._tokens = TokenTexts(llm.tokenizer)
         self._replies = Replies(llm.tokenizer)
         # For slow work, and all work with the tokenizer, which is not thread-safe.
@@ -254,13 +255,13 @@ class Service:
         """Raise ``OutriderError`` if the answer may contain more log-probabilities than the server holds for a call."""
         if params.logprobs is None:
             return
-        context, num_tokens = self.llm.runner.max_len, sum(map(len, prompts)) if scores_prompts else 0
-        num_tokens += params.n * sum(min(params.max_tokens, context - len(prompt)) for prompt in prompts)
-        count = num_tokens * (params.logprobs + 1)
-        if count > MAX_TOTAL_LOGPROBS:
+        context = self.llm.runner.max_len
+        lens = [min(params.max_tokens, context - len(each)) + (len(each) if scores_prompts else 0) for each in prompts]
+        num_tokens = params.n * sum(lens)
+        if num_tokens * (params.logprobs + 1) > self._max_logprobs:
             raise OutriderError(
                 f"too many log-probabilities: {num_tokens} tokens with {params.logprobs + 1} each: expected at most "
-                f"{MAX_TOTAL_LOGPROBS} in a call: lower max_tokens, the number of sequences or of log-probabilities"
+                f"{self._max_logprobs} in a call: lower max_tokens, the number of sequences or of log-probabilities"
             )
 
     def _samples(

@@ -70,7 +70,7 @@ class Workbench:
             assert self._table is not None
             before = used_memory()
             matcher = try_out(self._table, job["schema"])
-            num_bytes = used_memory() - before
+            num_bytes = max(used_memory() - before, 0)
             del matcher
             return {"bytes": num_bytes}
         except MemoryError:

@@ -57,8 +57,8 @@ class Demo:
         self.line: list[asyncio.Event] = []  # the places of visitors, each set when it moves up; the first one races
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="demo-engine")
 
-    def app(self, host: str = ServerConfig.host) -> ASGIApp:
-        """Return the application. ``host``: the address that it listens on."""
+    def app(self, host: str = ServerConfig.host, address: str = ServerConfig.host) -> ASGIApp:
+        """Return the application. ``host``: as configured; ``address``: on which the server listens."""
         routes = [
             Route("/", self._index),
             Route("/api/about", self._tell),
@@ -66,7 +66,7 @@ class Demo:
             Mount("/page", StaticFiles(directory=PAGE)),
         ]
         kinds: tuple[type[Exception], ...] = (HTTPException, OutriderError, ClientDisconnect, Exception)
-        return with_headers(Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error)), host)
+        return with_headers(Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error)), host, address)
 
     async def _index(self, request: Request) -> Response:
         return Response((PAGE / "index.html").read_bytes(), media_type="text/html")
@@ -178,7 +178,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     return refusal(str(error), 400) if is_client else refusal("the server failed", 500)
 
 
-def with_headers(app: ASGIApp, host: str) -> ASGIApp:
+def with_headers(app: ASGIApp, host: str, address: str) -> ASGIApp:
     """Wrap an application: refuse other hosts (``host_error``), and send headers against external resources and framing."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
@@ -191,7 +191,7 @@ def with_headers(app: ASGIApp, host: str) -> ASGIApp:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        why = host_error(host, Headers(scope=scope).get("host"))
+        why = host_error(Headers(scope=scope).get("host"), address, host)
         await (app if why is None else refusal(why, 403))(scope, receive, start)
 
     return wrapped
