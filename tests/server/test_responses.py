@@ -233,7 +233,7 @@ def test_items_are_translated_into_messages() -> None:
         {"role": "assistant", "content": "x"},
         {"role": "assistant", "content": "y"},
     ]
-    for given, first in (({}, ("developer", "D")), ({"instructions": "I"}, ("system", "I\n\nD"))):
+    for given, first in (({}, ("system", "D")), ({"instructions": "I"}, ("system", "I\n\nD"))):
         body = ResponseBody.model_validate({"input": items, **given}).chat()
         assert [each.for_template() for each in body.messages] == [dict(zip(("role", "content"), first, strict=True)), *rest]
 
