@@ -259,7 +259,7 @@ def test_the_cause_of_a_failed_build_is_its_first_error(messages: str, cause: st
 def test_compilers_report_in_english(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cause is searched for in their messages."""
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
-    with pytest.raises(subprocess.SubprocessError, match="^C$"):
+    with pytest.raises(subprocess.SubprocessError, match=r"^C$"):
         build._run([["/bin/sh", "-c", 'echo "$LC_ALL" >&2; exit 1']])
 
 
