@@ -14,8 +14,8 @@ import pytest
 import torch
 from processes import running
 
-from outrider import native
-from outrider.errors import first_line
+from outrider import disk_cache, native
+from outrider.errors import OutriderError, first_line
 from outrider.native import build
 
 
@@ -108,7 +108,7 @@ def test_a_library_that_does_not_load_is_a_warning(calls: Path, caplog: pytest.L
 def test_a_cached_library_that_does_not_load_is_built_again(
     is_writable: bool, calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have been built with a newer libc."""
+    """It may have been built with a newer libc. What is built is kept outside of a cache that cannot be written."""
     file, unlink = built(), Path.unlink
     once, loaded = len(calls.read_text().splitlines()), []
 
@@ -117,7 +117,13 @@ def test_a_cached_library_that_does_not_load_is_built_again(
             raise OSError(errno.EROFS, "Read-only file system")
         unlink(path, missing_ok)
 
+    def refuse(*parts: str) -> Path:
+        raise OutriderError("the cache folder cannot be used")
+
     monkeypatch.setattr(Path, "unlink", remove)
+    monkeypatch.setattr(disk_cache, "_temporary_root", disk_cache.cache(disk_cache._temporary_root.__wrapped__))
+    if not is_writable:
+        monkeypatch.setattr(disk_cache, "lasting_dir", refuse)
 
     def load(path: Path) -> None:
         loaded.append(path)
@@ -126,7 +132,8 @@ def test_a_cached_library_that_does_not_load_is_built_again(
 
     monkeypatch.setattr(torch.ops, "load_library", load)
     assert native._loaded.__wrapped__() is True
-    assert len(loaded) == 2 and len(calls.read_text().splitlines()) == 2 * once
+    assert len(calls.read_text().splitlines()) == 2 * once
+    assert loaded[0] == file and loaded[1].read_text() == "whole" and (loaded[1] == file) == is_writable
 
 
 @pytest.mark.skipif(not hasattr(os, "ST_NOEXEC"), reason="mounts are not described here")
@@ -163,6 +170,20 @@ def test_another_cpu_has_another_library(calls: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(subprocess, "check_output", lambda *args, name=name, **options: f"{name}\n")
         found.add(built())
     assert len(found) == 5
+
+
+def test_without_the_name_of_the_cpu_its_kind_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox of macOS may refuse to run other programs."""
+
+    def refuse(*args, **options) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(build, "kernel_lines", lambda path: [])  # no /proc
+    monkeypatch.setattr(build.platform, "processor", lambda: "arm")
+    for failure in (refuse, lambda *args, **options: subprocess.run(["false"], check=True)):
+        monkeypatch.setattr(subprocess, "check_output", failure)
+        assert build.cpu_flags() == "arm"
 
 
 def test_cxx_may_contain_arguments(calls: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -222,6 +243,10 @@ def test_a_compiler_that_fails_without_a_message() -> None:
     [
         ("In file included from a.h:1,\n   from a.cpp:2:\na.h:2:5: error: no x\na.h:3:5: error: no y", "a.h:2:5: error: no x"),
         ("a.cpp:1:10: fatal error: no b.h\ncompilation terminated.", "a.cpp:1:10: fatal error: no b.h"),
+        (
+            "a.h:2:5: warning: no x\ng++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.",
+            "g++: fatal error: Killed signal terminated program cc1plus",
+        ),
         ("ld: cannot find -lc10\ncollect2: error: ld returned 1 exit status", "ld: cannot find -lc10"),
     ],
 )
@@ -229,6 +254,13 @@ def test_the_cause_of_a_failed_build_is_its_first_error(messages: str, cause: st
     with pytest.raises(subprocess.SubprocessError) as failure:
         build._run([["/bin/sh", "-c", 'echo "$1" >&2; exit 1', "cc", messages]])
     assert first_line(failure.value) == cause
+
+
+def test_compilers_report_in_english(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cause is searched for in their messages."""
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    with pytest.raises(subprocess.SubprocessError, match=r"^C$"):
+        build._run([["/bin/sh", "-c", 'echo "$LC_ALL" >&2; exit 1']])
 
 
 def test_compilers_that_have_just_ended_may_refuse_signals(monkeypatch: pytest.MonkeyPatch) -> None:

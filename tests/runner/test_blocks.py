@@ -33,7 +33,7 @@ def supported():
 PRECISIONS = supported()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("outputs, inputs", SHAPES)
 def test_8_bits_round_to_the_nearest_code_without_clipping(outputs, inputs, dtype):
     torch.manual_seed(outputs)

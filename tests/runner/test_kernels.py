@@ -354,6 +354,11 @@ def test_requests_of_different_lengths_are_concatenated(which, lens):
             torch.testing.assert_close(tight.run(which, lens=lens, **options), got, rtol=1e-4, atol=1e-5)
 
 
+@needs_kernels
+def test_attend_of_no_tokens_is_empty():
+    assert Pass([40, 17], 0).run("cpu", lens=[0, 0]).shape == (2, 0, 4, 24)
+
+
 @pytest.mark.parametrize("which", [CPU, "reference", TRITON])
 def test_attend_writes_only_the_slots_of_its_rows_and_layer(which):
     there = Pass([40, 0, 17], 5, dtype=torch.bfloat16)
@@ -452,16 +457,17 @@ def test_a_token_has_the_same_bits_in_any_tile(kind, options):
 
 
 @pytest.mark.parametrize("which", [CPU, "reference", TRITON])
-def test_capped_scores_are_close_to_the_hyperbolic_tangent(which):
-    """Each request has a committed token of score 0 and its own of score tanh(x): the output is the weight of the latter."""
-    x = torch.cat([torch.linspace(-12, 12, 2001), torch.tensor([0.0, 0.6249999, 0.625, 1e-5, 50.0, 3e38])])
+@pytest.mark.parametrize("cap", [1.0, 1e-3])
+def test_capped_scores_are_close_to_the_hyperbolic_tangent(which, cap):
+    """Each request has a committed token of score 0 and its own of capped score x: the output is the weight of the latter."""
+    x = torch.cat([torch.linspace(-12, 12, 2001), torch.tensor([0.0, 0.6249999, 0.625, 1e-5, 50.0, 3e38, -3e38])])
     batch, dim = len(x), 32
     unit = functional.one_hot(torch.tensor(0), dim).float().expand(1, 1, batch, dim)
     stores = (torch.zeros(1, batch, 1, 64, dim), torch.zeros(1, batch, 1, 64, dim))
     where = [torch.arange(batch), torch.ones(batch, dtype=torch.long), torch.arange(1, batch + 1)]
     where += [torch.ones(1, batch, dtype=torch.long), torch.ones(batch, 1, 1, dtype=torch.bool)]
-    out = attend(which, x.view(-1, 1) * unit, unit, unit, *stores, 0, *where, 1.0, 1.0, 0)[0, :, 0, 0]
-    assert (out.double().logit() - x.double().tanh()).abs().max() < 2e-6
+    out = attend(which, x.view(-1, 1) * unit, unit, unit, *stores, 0, *where, 1.0, cap, 0)[0, :, 0, 0]
+    assert (out.double().logit() - cap * (x.double() / cap).tanh()).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("which", [CPU, "reference", TRITON])

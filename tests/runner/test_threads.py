@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -80,7 +82,14 @@ def attend() -> Operator:
     prompt = Pass([21], 150, kv_heads=1, dims=(64, 64), capacity=171, dtype=torch.bfloat16)
     where = (prompt.cache_rows, torch.tensor(prompt.bases), torch.tensor([150]), prompt.positions, prompt.visible)
     inputs = (prompt.query, prompt.key, prompt.value, prompt.keys, prompt.values, 1, *where, 0.3, 0.0, 0)
-    return partial(torch.ops.outrider.attend, *inputs)
+
+    def run() -> Tensor:
+        for store in (prompt.keys, prompt.values):
+            store[1, prompt.cache_rows[0], :, 21:] = math.nan  # otherwise tiles read what an earlier run has written
+        result: Tensor = torch.ops.outrider.attend(*inputs)
+        return result
+
+    return run
 
 
 def next_token_probs() -> Operator:
@@ -135,3 +144,20 @@ def test_work_is_divided_among_all_threads_and_no_others(make: Callable[[], Oper
     code = child.exitcode
     child.kill()
     assert code == threads
+
+
+def test_threads_divide_a_prompt_in_a_pass_that_also_decodes(threads: int) -> None:
+    lens, longest = torch.tensor([1] * 15 + [1000]), 1000
+    query, new = (torch.randn(1, heads, int(lens.sum()), 64) for heads in (4, 1))
+    stores = (torch.zeros(1, 16, 1, longest, 64), torch.zeros(1, 16, 1, longest, 64))
+    positions = torch.cat([torch.arange(count) for count in lens.tolist()])[None]
+    visible = torch.ones(16, longest, longest, dtype=torch.bool).tril()
+    where = (torch.arange(16), torch.zeros(16, dtype=torch.long), lens.cumsum(0), positions, visible)
+    torch.set_num_threads(2)
+    least = total = 0.0  # seconds on the processor: of the less busy thread of each pass, and of both
+    for _ in range(10):
+        own, both = time.thread_time(), time.process_time()
+        torch.ops.outrider.attend(query, new, new, *stores, 0, *where, 0.3, 0.0, 0)
+        own, both = time.thread_time() - own, time.process_time() - both
+        least, total = least + min(own, both - own), total + both
+    assert least > 0.2 * total

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -540,36 +541,40 @@ template <typename Cache>
 void attend_all(const Pass& pass, const Vectors& query, const Vectors& key, const Vectors& value, Cache* keys, Cache* values, float* out) {
   const int64_t group = pass.heads / pass.kv_heads;
   int64_t longest = 0;
-  for (int64_t b = 0; b < pass.rows; ++b) longest = std::max(longest, pass.bases[b]);
-  longest += pass.width;
-  const int64_t at_once = Attention<Cache>::tokens_at_once(pass), tiles = (pass.width + at_once - 1) / at_once;
-  // This pass's keys and values of a task, one head of one request, follow the committed ones.
-  const auto write = [&](int64_t task) {
-    const int64_t b = task / pass.kv_heads, h = task % pass.kv_heads, start = pass.start(b), length = pass.length(b);
-    const int64_t slot = (pass.cache_rows[b] * pass.kv_heads + h) * pass.capacity + pass.bases[b];
-    for (int64_t w = 0; w < length; ++w) {
-      const float *k = key.at(h, start + w), *v = value.at(h, start + w);
-      for (int64_t d = 0; d < pass.key_dim; ++d) keys[(slot + w) * pass.key_dim + d] = static_cast<Cache>(k[d]);
-      for (int64_t d = 0; d < pass.value_dim; ++d) values[(slot + w) * pass.value_dim + d] = static_cast<Cache>(v[d]);
+  for (int64_t b = 0; b < pass.rows; ++b) longest = std::max(longest, pass.bases[b] + pass.width);
+  // Up to `at_once` tokens of request b, from `token` on, and one head of keys. Listed, so that threads divide a prompt's if others decode.
+  struct Tile { int64_t b, h, token; };
+  const int64_t at_once = Attention<Cache>::tokens_at_once(pass);
+  std::vector<Tile> tiles;
+  for (int64_t b = 0; b < pass.rows; ++b)
+    for (int64_t h = 0; h < pass.kv_heads; ++h)
+      for (int64_t token = 0; token < pass.length(b); token += at_once) tiles.push_back({b, h, token});
+  // Write the keys and values of tiles [from, to) to their slots, which follow the committed ones.
+  const auto write = [&](int64_t from, int64_t to) {
+    for (; from < to; ++from) {
+      const auto [b, h, token] = tiles[from];
+      const int64_t start = pass.start(b), end = std::min(token + at_once, pass.length(b));
+      const int64_t slot = (pass.cache_rows[b] * pass.kv_heads + h) * pass.capacity + pass.bases[b];
+      for (int64_t w = token; w < end; ++w) {
+        std::copy_n(key.at(h, start + w), pass.key_dim, keys + (slot + w) * pass.key_dim);
+        std::copy_n(value.at(h, start + w), pass.value_dim, values + (slot + w) * pass.value_dim);
+      }
     }
   };
-  // The tiles of a task read the keys and values of all its tokens.
-  const int64_t written = pass.width * (pass.key_dim + pass.value_dim);
-  const auto write_some = [&](int64_t from, int64_t to) { while (from < to) write(from++); };
-  if (tiles > 1) parallel_for(0, pass.rows * pass.kv_heads, std::max<int64_t>(1, 100'000 / written), write_some);
+  const bool writes_first = at_once < pass.width;  // a tile reads what other tiles of the request write
+  if (writes_first) parallel_for(0, tiles.size(), std::max<int64_t>(1, 100'000 / (at_once * (pass.key_dim + pass.value_dim))), write);
   const int64_t work = at_once * group * longest * (pass.key_dim + pass.value_dim);
-  parallel_for(0, pass.rows * pass.kv_heads * tiles, std::max<int64_t>(1, 100'000 / work), [&](int64_t from, int64_t to) {
-    std::vector<float> buffer(Attention<Cache>::buffer_size(pass, longest));
+  parallel_for(0, tiles.size(), std::max<int64_t>(1, 100'000 / work), [&](int64_t from, int64_t to) {
+    if (!writes_first) write(from, to);
+    const std::unique_ptr<float[]> buffer(new float[Attention<Cache>::buffer_size(pass, longest)]);
 #if defined(OUTRIDER_AMX)
     const bool on_units = Attention<Cache>::on_units(pass);
     if (on_units) amx::shape(amx::kSide, amx::kSide);
 #endif
-    for (int64_t i = from; i < to; ++i) {
-      const int64_t task = i / tiles, token = i % tiles * at_once, b = task / pass.kv_heads, h = task % pass.kv_heads;
-      if (tiles == 1) write(task);
-      if (token >= pass.length(b)) continue;
+    for (; from < to; ++from) {
+      const auto [b, h, token] = tiles[from];
       const int64_t plane = (pass.cache_rows[b] * pass.kv_heads + h) * pass.capacity, start = pass.start(b);
-      Attention<Cache> attention(pass, b, h, token, keys + plane * pass.key_dim, values + plane * pass.value_dim, buffer.data());
+      Attention<Cache> attention(pass, b, h, token, keys + plane * pass.key_dim, values + plane * pass.value_dim, buffer.get());
       for (int64_t w = 0; w < attention.tokens; ++w)
         for (int64_t g = 0; g < group; ++g)
           std::copy_n(query.at(h * group + g, start + token + w), pass.key_dim, attention.queries + (w * group + g) * pass.key_dim);
@@ -623,7 +628,7 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   at::Tensor out = at::empty({1, pass.total, pass.heads, pass.value_dim}, q.options());
   float* to = out.mutable_data_ptr<float>();
   const at::Tensor k_layer = keys.select(0, layer), v_layer = values.select(0, layer);
-  by_number(keys.scalar_type(), [&](auto number) {
+  if (pass.total > 0) by_number(keys.scalar_type(), [&](auto number) {
     using Cache = decltype(number);
     attend_all(pass, queries, new_keys, new_values, k_layer.data_ptr<Cache>(), v_layer.data_ptr<Cache>(), to);
   });

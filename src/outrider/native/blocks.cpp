@@ -960,7 +960,8 @@ void fill_blocks(const at::Tensor& codes, const at::Tensor& scales, const std::o
 void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed) {
   TORCH_CHECK(weight.dim() == 2, "pack_blocks: weight ", weight.sizes());
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
-  const at::Tensor all = weight.contiguous();
+  // Converted all at once: within a panel, torch would start threads of its own.
+  const at::Tensor all = (weight.scalar_type() == at::kDouble ? weight.to(at::kFloat) : weight).contiguous();
   by_number(all.scalar_type(), [&](auto number) {
     const auto* from = all.const_data_ptr<decltype(number)>();
     round_panels((outputs + kPanel - 1) / kPanel, inputs, bits, packed, [=](int64_t p, const auto& round) {

@@ -37,7 +37,7 @@ POLL = 0.02  # seconds between checks of the running compilers
 # -ffp-contract=off: otherwise compilers fuse a product and a sum in one copy of a function and not in another (GCC avoids
 # chains of fused additions on AMD CPUs), and a row's bits would depend on the copy that computes it.
 # On ARM old compilers lack -march=native, on POWER all do.
-NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64", "ppc64le") else "-march=native"
+NATIVE = "-mcpu=native" if platform.machine().startswith(("aarch64", "arm64", "ppc64")) else "-march=native"
 FLAGS = (
     *("-std=c++20", "-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fPIC", "-fvisibility=hidden"),
@@ -111,6 +111,7 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
     No thread waits for a command: Python joins threads before it exits, and SIGTERM would wait for the compiler.
     """
     waiting, deadline, program = list(commands), monotonic() + TIMEOUT, commands[0][0]
+    environment = os.environ | {"LC_ALL": "C"}  # for `_cause`, messages in English
     with ExitStack() as files:
         try:
             while waiting or _running:
@@ -119,8 +120,9 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
                         raise InterruptedError("this process ends")
                     while waiting and len(_running) < num_cores():
                         errors: IO[str] = files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-                        command = waiting.pop(0)
-                        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+                        process = subprocess.Popen(
+                            waiting.pop(0), stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, env=environment
+                        )
                         _running[process] = errors
                     for process in [each for each in _running if each.poll() is not None]:
                         errors = _running.pop(process)
@@ -136,8 +138,8 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
 
 
 def _cause(messages: str) -> str:
-    """Return a compiler's first error in a source, without the lines about its includes and functions; else all messages."""
-    error = re.search(r"^.+:\d+: (fatal )?error: .+", messages, re.MULTILINE)
+    """Return a compiler's first error, without the lines about its includes and functions; else all messages."""
+    error = re.search(r"^.+(:\d+:|: fatal) error: .+", messages, re.MULTILINE)
     return error.group() if error else messages.strip()
 
 
@@ -159,9 +161,10 @@ def _exit() -> None:
 
 
 def cpu_flags() -> str:
-    """Return the CPU features that ``NATIVE`` depends on; on macOS the CPU's name, on which they depend."""
+    """Return the CPU features that ``NATIVE`` depends on; on macOS and POWER the CPU's name, on which they depend."""
     if sys.platform == "darwin":
-        return subprocess.check_output(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], text=True).strip()
+        with suppress(OSError, subprocess.SubprocessError):  # a sandbox
+            return subprocess.check_output(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], text=True).strip()
     lines = kernel_lines(Path("/proc/cpuinfo"))
-    kinds = ("flags", "Features", "cpu\t")  # on x86; on ARM; on POWER, where only the CPU's name is known
+    kinds = ("flags", "Features", "cpu\t")  # on x86, on ARM, on POWER
     return next((line for line in lines if line.startswith(kinds)), "" if lines else platform.processor())
