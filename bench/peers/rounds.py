@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -145,7 +146,7 @@ def deal(num_prompts: int, per_round: int, repeat: int) -> list[list[int]]:
 def alternate(
     contestants: list[Contestant], workers: Workers, prompts: list[list[int]], rounds: list[list[int]], progress: Progress
 ) -> None:
-    """Run rounds in the order A B C, B C A, ... An engine that fails is dropped with its error; the others continue.
+    """Run rounds, each in a random order. An engine that fails is dropped with its error; the others continue.
 
     ``rounds``: prompt indices of each round.
     """

@@ -28,7 +28,7 @@ from outrider.cli.options import (
     with_groups,
     workload_names,
 )
-from outrider.cli.serve import joined
+from outrider.cli.serve import MAX_BATCH, joined
 from outrider.engine.plan import Plan
 from outrider.errors import OutriderError, errors_as, requires
 from outrider.method_text import split_method, with_drafts
@@ -71,7 +71,7 @@ class ServerOptions:
     url: str | None = flag("A running server (default: start one with these models).")
     plain_url: str | None = flag("A server of the same model without drafts, if drafts cannot be disabled per request.")
     api_key: str | None = flag("API key for --url and --plain-url (default: that in OPENAI_API_KEY).", envvar="OPENAI_API_KEY")
-    max_batch: int | None = given(RunnerConfig)
+    max_batch: int | None = given(RunnerConfig, more=f"(default: {MAX_BATCH}).")
     inflate: str | None = flag(f"Inflate the started server's target to a larger model's cost, such as 1b; {INFLATABLE}")
 
 
