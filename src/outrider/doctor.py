@@ -244,7 +244,7 @@ def _try_alternatives(
 
 
 def _is_significant(better: Run, drafted: Run, num_tried: int) -> bool:
-    """Return whether a run, the best of ``num_tried``, accepts significantly more drafts per round, by Bonferroni's correction."""
+    """Return whether a run, the best of ``num_tried``, accepts significantly more drafts per round (Bonferroni-corrected)."""
     accepted = [[depth for round_ in run.rounds for depth in round_.num_accepted] for run in (better, drafted)]
     if not all(accepted):
         return False

@@ -199,7 +199,9 @@ def inflated_plan(plan: Plan, size: str) -> Plan:
     from outrider.cli.session import auto_method, inflate_with_heads, resolve
     from outrider.engine.methods import methods_in
 
-    models = ModelOptions(plan.given("target"), plan.given("draft"), bool(plan.given("download_draft")))
+    models = ModelOptions(
+        target=plan.given("target"), draft=plan.given("draft"), download_draft=bool(plan.given("download_draft"))
+    )
     arguments = resolve(models, MethodOptions())
     (method,) = methods_in(plan.given("method") or AUTO, lambda: auto_method(models))
     large, found, _ = inflate_with_heads(models, [method], arguments, size)
