@@ -156,8 +156,8 @@ def alternate(
         progress(f"{contestant.spec.name} {contestant.setting.method}: loading")
         _measure(contestant, workers, [prompts[rounds[0][0]][:WARM_PROMPT]], seed, WARM_TOKENS)
     for number, indexes in enumerate(rounds):
-        first = number % max(len(running), 1)  # an engine's time may depend on the one before it
-        for contestant in running[first:] + running[:first]:
+        # An engine's time may depend on the one before it, which a rotation would keep.
+        for contestant in random.Random(number).sample(running, len(running)):
             if contestant.error is None:
                 progress(f"{contestant.spec.name} {contestant.setting.method}: round {number + 1} of {len(rounds)}")
                 time.sleep(SETTLE_SECONDS)

@@ -18,6 +18,13 @@ from outrider.types import Proposal
 NUMBERS = np.random.default_rng(0)
 
 
+def test_tails_and_limits_match_published_tables() -> None:
+    assert statistics.chi_square_tail(3.841459, 1) == pytest.approx(0.05, rel=1e-5)
+    assert statistics.chi_square_tail(18.307038, 10) == pytest.approx(0.05, rel=1e-5)
+    assert statistics.chi_square_tail(149.449, 100) == pytest.approx(0.001, rel=1e-4)
+    assert statistics.chi_square_tail(-1, 3) == 1
+
+
 def test_power_matches_the_noncentral_distribution() -> None:
     one = (1.959964 + 1.281552) ** 2  # one degree of freedom: a shifted normal variable, both tails
     assert statistics.needed_shift(1, 0.05, 0.9) == pytest.approx(one, rel=1e-4)

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import special
 from torch import Tensor
 
-from outrider.audit.statistics import smallest_tv
+from outrider.audit.statistics import chi_square_tail, smallest_tv
 
 MIN_EXPECTED = 10.0  # minimum expected tokens per cell; rarer cells are pooled
 MIN_VARIANCE = 5.0  # minimum variance of a sum of cells, in tokens, for the normal approximation
@@ -176,7 +175,7 @@ class Evidence:
             return None
         statistic = float(self._g[place])
         effect = math.sqrt(max(0.0, statistic - freedom) / tokens)
-        return Test("G", place + 1, statistic, freedom, float(special.chdtrc(freedom, statistic)), tokens, effect)
+        return Test("G", place + 1, statistic, freedom, chi_square_tail(statistic, freedom), tokens, effect)
 
     def _calibration(self, place: int) -> Test | None:
         """Return the chi-square test of observed minus expected tokens per cell, which are sums of independent variables under
@@ -200,7 +199,7 @@ class Evidence:
             return None
         statistic = float((((excess @ vectors)[is_free]) ** 2 / values[is_free]).sum())
         effect = math.sqrt(max(0.0, statistic - freedom) / tokens)
-        return Test("calibration", place + 1, statistic, freedom, float(special.chdtrc(freedom, statistic)), tokens, effect)
+        return Test("calibration", place + 1, statistic, freedom, chi_square_tail(statistic, freedom), tokens, effect)
 
     def _ratio_test(self) -> Test:
         """Test mixtures of target and draft against the target. Under the target the mean of the likelihood ratios has

@@ -1,4 +1,4 @@
-"""Power of chi-square tests, and Holm's correction, which scipy lacks."""
+"""Tails and power of chi-square tests, and Holm's correction, which scipy lacks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from functools import cache
 
 from scipy import special
+
+
+def chi_square_tail(value: float, freedom: float) -> float:
+    """Return P(X > value) of chi-square with ``freedom`` degrees of freedom."""
+    return float(special.chdtrc(freedom, max(value, 0.0)))
 
 
 @cache
