@@ -310,13 +310,16 @@ def test_a_failing_engine_loses_only_its_own_cells_and_resuming_measures_their_g
     assert len(document["bandwidth"]) == 3
 
 
-def test_each_engine_is_first_in_turn(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_run_in_another_order_each_round(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.rounds, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(peers.rounds, "_measure", lambda *_: None)
     setting, said = peers.engines.Setting("plain", "auto"), list[str]()
     running = [peers.rounds.Contestant(SimpleNamespace(name=name), setting) for name in "ABC"]
-    peers.rounds.alternate(running, SimpleNamespace(job=SimpleNamespace(seed=0)), [[1]], [[0]] * 4, said.append)
-    assert "".join(line[0] for line in said if "round" in line) == "ABCBCACABABC"
+    peers.rounds.alternate(running, SimpleNamespace(job=SimpleNamespace(seed=0)), [[1]], [[0]] * 12, said.append)
+    order = "".join(line[0] for line in said if "round" in line)
+    rounds = [order[start : start + 3] for start in range(0, len(order), 3)]
+    assert len(rounds) == 12 and all(sorted(each) == ["A", "B", "C"] for each in rounds)
+    assert {each[:2] for each in rounds} == {"AB", "AC", "BA", "BC", "CA", "CB"}
     peers.rounds.alternate([], SimpleNamespace(job=SimpleNamespace(seed=0)), [[1]], [[0]], said.append)
 
 

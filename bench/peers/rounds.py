@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -145,7 +146,7 @@ def deal(num_prompts: int, per_round: int, repeat: int) -> list[list[int]]:
 def alternate(
     contestants: list[Contestant], workers: Workers, prompts: list[list[int]], rounds: list[list[int]], progress: Progress
 ) -> None:
-    """Run rounds in the order A B C, B C A, ... An engine that fails is dropped with its error; the others continue.
+    """Run rounds, each in a random order. An engine that fails is dropped with its error; the others continue.
 
     ``rounds``: prompt indices of each round.
     """
@@ -155,8 +156,8 @@ def alternate(
         progress(f"{contestant.spec.name} {contestant.setting.method}: loading")
         _measure(contestant, workers, [prompts[rounds[0][0]][:WARM_PROMPT]], seed, WARM_TOKENS)
     for number, indexes in enumerate(rounds):
-        first = number % max(len(running), 1)  # an engine's time may depend on the one before it
-        for contestant in running[first:] + running[:first]:
+        # An engine's time may depend on the one before it, which a rotation would keep.
+        for contestant in random.Random(number).sample(running, len(running)):
             if contestant.error is None:
                 progress(f"{contestant.spec.name} {contestant.setting.method}: round {number + 1} of {len(rounds)}")
                 time.sleep(SETTLE_SECONDS)

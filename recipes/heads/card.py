@@ -80,7 +80,7 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
     elif "acceptance_by_position" in measured:
         found = measured["acceptance_by_position"]
         both = enumerate(zip(found["greedy"], found["sampled"], strict=True), 1)
-        columns = "draft", "greedy, after the true tokens", "at temperature 1"
+        columns = "draft, after the true tokens", "greedy", "at temperature 1"
         parts.append(table(columns, [(number, *map("{:.1%}".format, row)) for number, row in both]))
         greedy, sampled = found["mean_acceptance_length"]
         parts.append(f"Mean acceptance length, greedy and at temperature 1: {greedy} and {sampled}.")

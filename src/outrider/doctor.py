@@ -213,7 +213,8 @@ def _acceptance(plain: Run, drafted: Run, num_prompts: int, k: int, longest: int
               for n in range(longest + 1)]  # fmt: skip
     best = max(range(len(speeds)), key=lambda n: speeds[n]) if stats.num_drafts else 0
     tau = stats.mean_acceptance_length
-    return Acceptance(drafted.conditional_acceptance(), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts, k)
+    by_position = [accepted / reached for accepted, reached in drafted.acceptance_counts()]
+    return Acceptance(by_position, tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts, k)
 
 
 def _try_alternatives(
@@ -244,7 +245,7 @@ def _try_alternatives(
 
 
 def _is_significant(better: Run, drafted: Run, num_tried: int) -> bool:
-    """Return whether a run, the best of ``num_tried``, accepts significantly more drafts per round (Bonferroni's test)."""
+    """Return whether a run, the best of ``num_tried``, accepts significantly more drafts per round (Bonferroni-corrected)."""
     accepted = [[depth for round_ in run.rounds for depth in round_.num_accepted] for run in (better, drafted)]
     if not all(accepted):
         return False

@@ -13,7 +13,7 @@ from tiny_folder import make_folder
 
 from outrider import LLM
 from outrider.bench import cells, grid, workloads
-from outrider.bench.breakdown import PARTS, Rounds, main_part
+from outrider.bench.breakdown import PARTS, expectation, main_part
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
 from outrider.bench.measure import Arrival, Batch, PeakMemory, Run, batch_of, generate, pauses
@@ -228,10 +228,10 @@ PLAIN_MS = {"draft": 0.0, "score": 10.0, "verify": 0.0, "host": 0.0}
 
 def test_costs_that_match_the_formula_give_no_difference() -> None:
     alpha, k, tau = 0.5, 2.0, 1 + 0.5 + 0.25
-    found = Rounds({"draft": 2.0, "score": 10.0, "verify": 0.0, "host": 0.0}, PLAIN_MS, tau, alpha, k, step_ms=1.0)
-    assert found.cost_ratio == 0.1 and found.expected == pytest.approx(tau / 1.2)
-    parts = found.difference(tau * 10 / 12)
-    assert parts is not None and all(part == pytest.approx(0) for part in parts.values())
+    ms = {"draft": 2.0, "score": 10.0, "verify": 0.0, "host": 0.0}
+    found = expectation(ms, PLAIN_MS, tau, alpha, k, 1.0, tau * 10 / 12)
+    assert found["cost_ratio"] == 0.1 and found["expected_speedup"] == pytest.approx(tau / 1.2)
+    assert all(part == pytest.approx(0) for part in found["difference"].values())
 
 
 @pytest.mark.parametrize(
@@ -245,11 +245,11 @@ def test_costs_that_match_the_formula_give_no_difference() -> None:
     ],
 )
 def test_the_part_that_exceeds_the_formula_is_named(part: str, ms: dict[str, float], tau: float) -> None:
-    rounds_ = Rounds(ms, PLAIN_MS, tau, 0.5, 2.0, step_ms=1.0)
     measured = tau * 10 / sum(ms.values())
-    parts = rounds_.difference(measured)
-    assert parts is not None and list(parts) == list(PARTS) and main_part(parts) == part
-    assert sum(parts.values()) == pytest.approx(measured - (rounds_.expected or 0))
+    found = expectation(ms, PLAIN_MS, tau, 0.5, 2.0, 1.0, measured)
+    parts = found["difference"]
+    assert list(parts) == list(PARTS) and main_part(parts) == part
+    assert sum(parts.values()) == pytest.approx(measured - found["expected_speedup"])
     assert all(value == pytest.approx(0) for name, value in parts.items() if name != part)
 
 
@@ -279,7 +279,7 @@ def test_reached_drafts_of_a_tree_are_counted_by_depth() -> None:
     # The accepted path ended at a leaf of depth 1: no draft after it, so none was rejected.
     run.batches.append(Batch(2, 1.0, rounds=(Round(3, [9], [3], [3], [1], [1], times),)))
     assert run.stats.num_reached == 4 and run.stats.acceptance_rate == 1.0
-    assert run.conditional_acceptance() == [1.0, 1.0, 1.0]
+    assert run.acceptance_counts() == [(2, 2), (1, 1), (1, 1)]
 
 
 def test_tokens_that_a_grammar_determined_are_not_counted_as_drafts() -> None:

@@ -18,6 +18,7 @@ from outrider.bench import inflate as module
 from outrider.bench.inflate import inflate, inflated
 from outrider.bench.shapes import Shape, count_params, num_params, shape_for
 from outrider.bench.widening import Inflater, Noise
+from outrider.cli.options import INFLATABLE
 from outrider.types import OutriderError
 
 TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -274,3 +275,7 @@ def test_quantised_sources_are_refused_in_one_line(kind: str, tmp_path: Path) ->
     ) as error:
         inflate(source, tmp_path / "large", Shape(64, 4, 16, 4, 96))
     assert "\n" not in str(error.value) and not (tmp_path / "large").exists()
+
+
+def test_the_help_names_every_type_that_can_be_inflated() -> None:
+    assert all(name in INFLATABLE.lower() for name in module.MODEL_TYPES)

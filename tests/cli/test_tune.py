@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 from collections.abc import Callable
@@ -117,7 +118,11 @@ def test_two_searches_do_not_write_one_journal(
         assert code == 2 and err.endswith(
             f"another search is writing to {journal}: wait for it, or give another --out or --json\n"
         )
-    assert not list(tmp_path.glob(".*"))
+        opened = (tmp_path / ".plan.json.lock").open("a")  # of a search that is about to lock it
+    with opened:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(OutriderError, match="another search is writing"), exclusive(journal):
+            pass
 
 
 def test_an_interrupt_before_the_first_result_promises_no_results(
@@ -138,7 +143,7 @@ def test_a_search_without_a_run_leaves_no_journal(outrider: Run, target: Path, t
     command = ["--target", target, "--traffic", traffic, "--method", "ngram", "--compile", "never"]
     code, _, err = outrider("tune", *command, "--out", tmp_path / "plan.toml")
     assert code == 2 and "all outputs have fewer than 2 tokens" in err
-    assert list(tmp_path.iterdir()) == [traffic]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / ".plan.json.lock", traffic]
 
 
 @pytest.mark.parametrize(

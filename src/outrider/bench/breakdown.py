@@ -7,8 +7,8 @@ same probability, that scoring K drafts costs a plain pass, and that no time pas
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from outrider.engine.stats import expected_speedup
 
@@ -23,44 +23,36 @@ MEANING = {
 }
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """Means of a contender per round: milliseconds by phase, tokens and drafts."""
+def expectation(
+    ms: Mapping[str, float],
+    plain_ms: Mapping[str, float],
+    tau: float,
+    alpha: float | None,
+    k: float,
+    step_ms: float,
+    measured: float | None,
+) -> dict[str, Any]:
+    """Return c, the formula's speedup, and measured - expected speedup as a sum over parts; None if nothing was drafted.
 
-    ms: Mapping[str, float]
-    plain_ms: Mapping[str, float]
-    tau: float
-    alpha: float | None  # None without drafts
-    k: float  # mean length of the longest path
-    step_ms: float  # milliseconds of a typical draft step
-
-    @property
-    def cost_ratio(self) -> float | None:
-        """Return c: time of a draft step / time of a plain pass. None if nothing was drafted."""
-        return self.step_ms / self.plain_ms["score"] if self.k and self.plain_ms["score"] else None
-
-    @property
-    def expected(self) -> float | None:
-        """Return the formula's speedup at the measured alpha, K and c."""
-        if self.alpha is None or self.cost_ratio is None:
-            return None
-        return expected_speedup(self.alpha, self.k, self.cost_ratio)
-
-    def difference(self, measured: float) -> dict[str, float] | None:
-        """Return measured - expected speedup as a sum over parts: assumptions are replaced by measurements one by one."""
-        if self.cost_ratio is None or self.expected is None:
-            return None
-        ms, plain = self.ms, self.plain_ms
-        base, took = plain["score"], ms["draft"] + ms["score"]
-        steps = {  # part -> milliseconds of a plain round and of a round with drafts; each replaces one assumption
-            "acceptance": (base, base * (self.k * self.cost_ratio + 1)),
-            "draft": (base, ms["draft"] + base),
-            "score": (base, took),
-            "verify": (base + plain["verify"], took + ms["verify"]),
-            "host": (base + plain["verify"] + plain["host"], took + ms["verify"] + ms["host"]),
-        }
-        speedups = [self.expected, *(self.tau * plain_ms / round_ms for plain_ms, round_ms in steps.values()), measured]
-        return {name: after - before for name, (before, after) in zip(PARTS, pairwise(speedups), strict=True)}
+    The arguments are means of a round. ``ms``, ``plain_ms``: milliseconds by phase; ``tau``: tokens; ``alpha``: acceptance
+    rate, None without drafts; ``k``: length of the longest path; ``step_ms``: milliseconds of a typical draft step.
+    """
+    ratio = step_ms / plain_ms["score"] if k and plain_ms["score"] else None
+    expected = None if alpha is None or ratio is None else expected_speedup(alpha, k, ratio)
+    found: dict[str, Any] = {"cost_ratio": ratio, "expected_speedup": expected, "difference": None}
+    if ratio is None or expected is None or not measured:
+        return found
+    base, took = plain_ms["score"], ms["draft"] + ms["score"]
+    steps = {  # part -> milliseconds of a plain round and of a round with drafts; each replaces one assumption by a measurement
+        "acceptance": (base, base * (k * ratio + 1)),
+        "draft": (base, ms["draft"] + base),
+        "score": (base, took),
+        "verify": (base + plain_ms["verify"], took + ms["verify"]),
+        "host": (base + plain_ms["verify"] + plain_ms["host"], took + ms["verify"] + ms["host"]),
+    }
+    speedups = [expected, *(tau * plain / drafted for plain, drafted in steps.values()), measured]
+    parts = {name: after - before for name, (before, after) in zip(PARTS, pairwise(speedups), strict=True)}
+    return found | {"difference": parts}
 
 
 def main_part(difference: Mapping[str, float]) -> str:

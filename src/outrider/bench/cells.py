@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.breakdown import Rounds
+from outrider.bench.breakdown import expectation
 from outrider.bench.contenders import Contender
 from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
 from outrider.bench.loops import ends_in_loop, loop_share, loop_start
@@ -151,21 +151,9 @@ def _expectation(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     total = _added(runs)
     stats, longest = total.stats, [(round_.times.draft, max(round_.proposed_depths, default=0)) for round_ in total.rounds]
     steps = [seconds / depth for seconds, depth in longest if depth]
-    rounds = Rounds(
-        ms=_ms(runs),
-        plain_ms=_ms(plain),
-        tau=stats.mean_acceptance_length,
-        alpha=stats.acceptance_rate,
-        k=stats.num_draft_steps / max(stats.num_steps, 1),
-        step_ms=1e3 * median(steps) if steps else 0.0,
-    )
-    measured = _decode_speedup(runs, plain)
-    return {
-        "mean_k": rounds.k,
-        "cost_ratio": rounds.cost_ratio,
-        "expected_speedup": rounds.expected,
-        "difference": rounds.difference(measured) if measured else None,
-    }
+    k, step_ms = stats.num_draft_steps / max(stats.num_steps, 1), 1e3 * median(steps) if steps else 0.0
+    tau, alpha = stats.mean_acceptance_length, stats.acceptance_rate
+    return {"mean_k": k, **expectation(_ms(runs), _ms(plain), tau, alpha, k, step_ms, _decode_speedup(runs, plain))}
 
 
 def _latencies(runs: Sequence[Run]) -> dict[str, Any]:

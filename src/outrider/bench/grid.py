@@ -39,10 +39,6 @@ class GridPlan:
     seed: int = 0
     busy: tuple[int, ...] = (0,)  # numbers of other busy processes
 
-    def conditions(self) -> Iterator[tuple[float, int, str, int]]:
-        """Yield temperature, batch, workload and busy processes of each condition."""
-        return product(self.temperatures, self.batches, self.workloads, self.busy)
-
     @property
     def num_runs(self) -> int:
         """Return the number of timed runs, including plain decoding: a run is one batch of prompts with one contender."""
@@ -76,7 +72,7 @@ def run_grid(
     warm: set[tuple[Contender, int]] = set()
     done, started = 0, perf_counter()
     spent_warming = 0.0
-    for temperature, batch, workload, busy in plan.conditions():
+    for temperature, batch, workload, busy in product(plan.temperatures, plan.batches, plan.workloads, plan.busy):
         group = Group(temperature, batch, workload, busy=busy)
         prompts = plan.workloads[workload]
         order = [PLAIN_CONTENDER, *plan.contenders]

@@ -116,19 +116,12 @@ class Run:
         known = [each for each in seconds if each]
         return self.num_tokens / sum(known) if known and len(known) == len(seconds) else None
 
-    def reached(self, place: int) -> tuple[int, int]:
-        """Return how many drafts at this position, from 0, were accepted, and how many the verifier reached."""
-        accepted = sum(depth > place for round_ in self.rounds for depth in round_.num_accepted)
-        return accepted, sum(depth > place for round_ in self.rounds for depth in round_.num_reached)
-
     def acceptance_counts(self) -> list[tuple[int, int]]:
         """Return the accepted and the reached drafts by position, up to the last one that was reached."""
-        longest = max((depth for round_ in self.rounds for depth in round_.num_reached), default=0)
-        return [self.reached(place) for place in range(longest)]
-
-    def conditional_acceptance(self) -> list[float]:
-        """Return the share of reached drafts that were accepted, by position."""
-        return [accepted / reached for accepted, reached in self.acceptance_counts()]
+        accepted = [depth for round_ in self.rounds for depth in round_.num_accepted]
+        reached = [depth for round_ in self.rounds for depth in round_.num_reached]
+        places = range(max(reached, default=0))
+        return [(sum(depth > place for depth in accepted), sum(depth > place for depth in reached)) for place in places]
 
     @property
     def ms(self) -> dict[str, float]:

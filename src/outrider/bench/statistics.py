@@ -15,7 +15,7 @@ Interval = tuple[float, float]
 RESAMPLES = 2000
 LEVEL = 0.95
 LEVELS = {"p50": 0.5, "p95": 0.95}
-ROUNDING = 1e-3**2 / 12  # largest variance of a mean logarithm by the four digits of documents, also if all repeats are equal
+ROUNDING = 1e-3**2 / 12  # largest variance of rounding to four significant digits; equal in all repeats, so more keep it
 SEED = 0  # fixed, so that the same runs give the same interval
 
 

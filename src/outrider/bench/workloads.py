@@ -36,7 +36,7 @@ ONE_PER_LINE = "expected one JSON object per line"
 CHAT = "chat"
 SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # besides MT-bench's questions
 Message = Mapping[str, Any]  # {"role", "content"}, and "tool_calls" of an assistant
-# All others are dropped.
+# Fields of a message that its prompt keeps.
 MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
 Read = Callable[[Mapping[str, Any], str], "Prompt"]  # (object of a line, workload) -> prompt
 

@@ -56,6 +56,14 @@ MAX_TOKENS, SEED, TEMPERATURE, COUPLED_TEMPERATURE = 64, 0, 1.0, 0.8  # defaults
 # Settings without effect on an audit, or without an option.
 UNUSED_SETTINGS = ("max_tokens", "min_tokens", "logit_bias", "stop", "ignore_eos")
 MEMORY = 1 << 30  # bytes of KV cache for the sequences of a batch
+PROMPTS = (  # short, and each repeats a phrase, so that text-based methods draft too
+    "one two three, one two three, one two",
+    "def area(w, h):\n    return w * h\n\ndef area(",
+    "The rain fell on the roof, and the rain fell on the",
+    '{"id": 1, "name": "Ann"}, {"id": 2, "name": "',
+    "for i in range(5):\n    print(i)\nfor i in range(",
+    "She opened the door. He opened the door. They opened the",
+)
 
 
 @dataclass(frozen=True)
@@ -199,7 +207,6 @@ def write(output: OutputOptions, result: dict[str, Any], view: RenderableType) -
 
 def read_prompts(options: AuditOptions, is_grid: bool) -> list[Any]:
     """Read the prompts before a model is loaded, so that errors are reported early."""
-    from outrider.audit.prompts import PROMPTS
     from outrider.bench.workloads import Prompt, from_file
 
     num_prompts = options.num_prompts or (None if is_grid else len(PROMPTS))

@@ -28,7 +28,7 @@ from outrider.cli.options import (
     with_groups,
     workload_names,
 )
-from outrider.cli.serve import joined
+from outrider.cli.serve import MAX_BATCH, joined
 from outrider.engine.plan import Plan
 from outrider.errors import OutriderError, errors_as, requires
 from outrider.method_text import split_method, with_drafts
@@ -71,7 +71,7 @@ class ServerOptions:
     url: str | None = flag("A running server (default: start one with these models).")
     plain_url: str | None = flag("A server of the same model without drafts, if drafts cannot be disabled per request.")
     api_key: str | None = flag("API key for --url and --plain-url (default: that in OPENAI_API_KEY).", envvar="OPENAI_API_KEY")
-    max_batch: int | None = given(RunnerConfig)
+    max_batch: int | None = given(RunnerConfig, more=f"(default: {MAX_BATCH}).")
     inflate: str | None = flag(f"Inflate the started server's target to a larger model's cost, such as 1b; {INFLATABLE}")
 
 
@@ -199,7 +199,9 @@ def inflated_plan(plan: Plan, size: str) -> Plan:
     from outrider.cli.session import auto_method, inflate_with_heads, resolve
     from outrider.engine.methods import methods_in
 
-    models = ModelOptions(plan.given("target"), plan.given("draft"), bool(plan.given("download_draft")))
+    models = ModelOptions(
+        target=plan.given("target"), draft=plan.given("draft"), download_draft=bool(plan.given("download_draft"))
+    )
     arguments = resolve(models, MethodOptions())
     (method,) = methods_in(plan.given("method") or AUTO, lambda: auto_method(models))
     large, found, _ = inflate_with_heads(models, [method], arguments, size)

@@ -49,7 +49,7 @@ class LimitOptions:
     api_keys: Path | None = flag(
         f"File of lines KEY [NAME [PRIORITY]] (default: {KEYS_VARIABLE}; without keys, everyone has access).", panel=LISTEN
     )
-    max_batch: int | None = given(RunnerConfig)
+    max_batch: int | None = given(RunnerConfig, more=f"(default: {MAX_BATCH}).")
     kv_memory: float | None = given(RunnerConfig)
 
 

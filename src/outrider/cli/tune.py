@@ -181,7 +181,8 @@ def finish(search: Search, chosen: Decision, models: ModelOptions, output: Outpu
     notes += [f"not available: {method}: {why}" for method, why in found["not_possible"].items()]
     written = [str(path) for path in (output.plan, output.journal, output.report) if path is not None]
     notes += report.oracle(found)
-    for line in (*notes, report.stages(found["seconds"]), report.verdict(found), f"written: {', '.join(written)}"):
+    seconds = ", ".join(f"{name} {each:.0f} s" for name, each in found["seconds"].items())
+    for line in (*notes, seconds, report.verdict(found), f"written: {', '.join(written)}"):
         out.print(line, markup=False, soft_wrap=True)
 
 

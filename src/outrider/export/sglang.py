@@ -83,12 +83,12 @@ class Sglang(Engine):
         if isinstance(kind, portable.BlockDrafter):
             source, shape = heads.block_drafter(kind, deployment, folder, reads_speculators=False)
             model: dict[str, str | int] = {"speculative-draft-model-path": source}
+            note = f"SGLang drafts the head's whole blocks: {shape.max_drafts} tokens."
             if shape.markov_rank:
-                note = f"SGLang drafts the head's whole blocks: {shape.max_drafts} tokens."
                 return {"speculative-algorithm": "DSPARK", **model}, shape.max_drafts, [note]
-            size = shape.block_size if deployment.own_k is None else min(k, shape.max_drafts) + 1
-            notes = [f"SGLang drafts the head's whole blocks: {size - 1} tokens."] if deployment.own_k is None else []
-            return {"speculative-algorithm": "DFLASH", **model, "speculative-dflash-block-size": size}, size - 1, notes
+            num_drafts = shape.max_drafts if deployment.own_k is None else min(k, shape.max_drafts)
+            dflash = {"speculative-algorithm": "DFLASH", **model, "speculative-dflash-block-size": num_drafts + 1}
+            return dflash, num_drafts, [note] if deployment.own_k is None else []
         if not isinstance(kind, (portable.FeatureHead, portable.OwnHead)):
             raise self.refuse(deployment)
         own: str | None

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from outrider.export import heads, vllm_adapter
 from outrider.export.deployment import Deployment, gguf_files
-from outrider.export.engine import TEMPERATURE_NOTE, Engine, Export, gpu_environment
+from outrider.export.engine import TEMPERATURE_NOTE, Engine, Export, gpu_environment, typical
 from outrider.files import GGUF_PART
 from outrider.proposers import portable
 from outrider.types import OutriderError
@@ -61,7 +61,7 @@ class Vllm(Engine):
         if speculative:
             settings["speculative-config"] = speculative
             if deployment.own_k is None:
-                notes = [f"vLLM does not adapt the number of drafts: {k} is a typical one, measure yours.", *notes]
+                notes = [typical(k), *notes]
         if carried:
             settings["additional-config"] = {vllm_adapter.KEY: {"method": deployment.method}}
         environment = gpu_environment(deployment.given("device"))

@@ -73,11 +73,7 @@ class RunnerConfig(CheckedOptions):
         in_plan=True,
     )
     max_batch: int = option(
-        whole(1, 65536),
-        8,
-        "Maximum number of sequences that run concurrently (default: 8; 32 in serve and bench serve).",
-        panel=LIMITS,
-        in_plan=True,
+        whole(1, 65536), 8, "Maximum number of sequences that run concurrently.", panel=LIMITS, in_plan=True
     )
     compile: str = option(
         choice("auto", "always", "never"),

@@ -69,8 +69,7 @@ def ranking(measured: Measurements, labels: Sequence[str], groups: Sequence[Grou
     """Return the speeds of contenders over ``groups``, which all of them must have run on. Batch sizes have equal weights.
 
     ``num_tried``: contenders of the whole search. The fastest of many is fast by chance, too (Bonferroni's correction).
-    Quantiles are Student's, because few groups estimate the noise. Several rankings need no correction: in simulations 0 to 3%
-    of the searches find a false gain, and a correction loses one of ten gains of 10%.
+    Quantiles are Student's, because few groups estimate the noise.
     """
     if not labels:
         return Ranking({}, 0.0)

@@ -38,10 +38,7 @@ def exclusive(path: Path) -> Iterator[None]:
         return
     lock = path.with_name(f".{path.name}.lock")  # not the journal, which is replaced at each write
     with locked(lock, f"another search is writing to {path}: wait for it, or give another --out or --json"):
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+        yield
 
 
 class Journal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -59,7 +60,7 @@ def _candidate(search: Search, chosen: Decision, contender: Contender) -> dict[s
         "chosen": contender == chosen.chosen,
         "speedup": round(found.value, 4),
         "interval": None if found.interval is None else [round(end, 4) for end in found.interval],
-        "tau": round(search.tau(label), 4),
+        "tau": round(fmean(search.taus[label]), 4),
         "prompts": search.num_prompts(label),
         "why": chosen.reason if contender == chosen.chosen else chosen.others.get(label, ""),
     }
@@ -187,8 +188,3 @@ def _picture(found: Mapping[str, Any]) -> Plot:
     lines = tuple(tuple(row[:6]) for row in rows(found))
     note = "The number of measured prompts differs between points: see the table, which also lists the adaptive length (auto)."
     return Plot(title, svg_of(title, draw), note, COLUMNS[:6], lines)
-
-
-def stages(seconds: Mapping[str, float]) -> str:
-    """Return the time by stage as one line."""
-    return ", ".join(f"{name} {each:.0f} s" for name, each in seconds.items())

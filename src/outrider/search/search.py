@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from statistics import fmean
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -133,10 +132,6 @@ class Search:
             raise OutriderError("all outputs have fewer than 2 tokens: use other prompts, or other settings of them")
         random.Random(0).shuffle(texts)  # rungs use the first ones, so the order of the file must not matter
         return texts
-
-    def tau(self, label: str) -> float:
-        """Return the mean number of tokens per round over the contender's runs."""
-        return fmean(self.taus[label])
 
     def oracle_gap(self) -> float | None:
         """Return the oracle gap over the groups that all candidates ran on (see ``oracle.gap``).

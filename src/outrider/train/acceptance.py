@@ -26,14 +26,9 @@ def mean_acceptance_length(accepted: Tensor, k: int) -> float:
     ``accepted`` [B, S] are probabilities per position; every position followed by k others starts a round, so that easy and
     hard passages keep their correlation instead of being treated as independent positions.
     """
-    places = accepted.shape[1] - k + 1
-    if places < 1:
+    if accepted.shape[1] < k:
         return float("nan")
-    alive, total = torch.ones(len(accepted), places), 1.0
-    for draft in range(k):
-        alive = alive * accepted[:, draft : draft + places]
-        total += float(alive.mean())
-    return total
+    return 1 + float(accepted.unfold(1, k, 1).cumprod(-1).mean((0, 1)).sum())
 
 
 def summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:

@@ -58,8 +58,7 @@ def train_early_exit(workspace: Workspace, out: Path, plan: HeadPlan, skip: Laye
         )
     _check_rows(workspace, model, str(model.name_or_path))
     decoder.check()
-    workspace.check_disk("early-exit", model)
-    workspace.check_identity("early-exit", **asdict(skip))
+    workspace.claim("early-exit", model, (), asdict(skip))
     rows = TextRows(workspace.training_rows())
 
     def measure(final: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -130,8 +129,7 @@ def train_draft(workspace: Workspace, out: Path, plan: HeadPlan, options: DraftR
     about = {"shape": asdict(options.shape), "teaching": asdict(teaching), "parallel": parallel and asdict(parallel)}
     if workspace.dtype(options.name) == checkpoint_dtype(target):  # weights that are not trained need no more precision
         in_checkpoint_dtype(target)
-    workspace.check_disk(options.name, draft)
-    workspace.check_identity(options.name, start=options.start, **about)
+    workspace.claim(options.name, draft, (), {"start": options.start, **about})
     rows = TextRows(workspace.training_rows())
     on_text = partial(measure_draft, draft, target) if training is None else partial(training.measure, target)
 

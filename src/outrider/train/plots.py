@@ -36,14 +36,12 @@ def draw(name: str, run: Path, folder: Path) -> None:
     lines = ",\n".join(json.dumps(point) for point in points)
     (folder / f"{name}_curve.json").write_text(f"[\n{lines}\n]\n")
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         logger.warning("no loss curve: matplotlib is missing; %s", how_to_install("report"))
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure = Figure(figsize=(11, 4))
+    left, right = figure.subplots(1, 2)
     keys = sorted({key for point in points for key, value in point.items() if isinstance(value, float)} - {"seconds"})
     for key in keys:
         chosen = [point for point in points if key in point]
@@ -66,4 +64,3 @@ def draw(name: str, run: Path, folder: Path) -> None:
             axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(folder / f"{name}_curve.png", dpi=110)
-    pyplot.close(figure)

@@ -6,7 +6,7 @@ Every stage resumes after an interruption.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from outrider.files import write_whole
 from outrider.heads import block_formats, eagle_formats, mtp_formats
 from outrider.heads import medusa as medusa_heads
-from outrider.heads.eagle import default_hidden_states
+from outrider.heads.block import BlockHead
+from outrider.heads.eagle import EagleHead, default_hidden_states
 from outrider.heads.feature_head import RolloutHead
 from outrider.memory import require_disk
 from outrider.progress import reporting
@@ -99,11 +100,6 @@ class Workspace:
             return self.target
         return ModelRunner.load(in_checkpoint_dtype(structural_copy(self.target)), RunnerConfig(max_batch=16))
 
-    def check_identity(self, name: str, **options: Any) -> None:
-        """Record the identity of a part of the work folder. Raises ``OutriderError`` if it belongs to another run."""
-        text = digest(self.training_rows())
-        check_or_record_identity(self.work / name / "run.json", {"target": fingerprint(self.model), "text": text, **options})
-
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the products of a part of the work folder."""
         return run_dtype(self.work / name, self.model.device)
@@ -114,20 +110,21 @@ class Workspace:
         with advise_to_resume(), exclusive(folder), reporting("features") as report:
             return capture(self.runner, rows, sorted(set(layers)), folder, report)
 
-    def check_disk(self, name: str, model: nn.Module, layers: Sequence[int] = ()) -> None:
-        """Raise ``OutriderError`` if the disk lacks room for the checkpoints of ``model`` and for these hidden states.
+    def claim(self, name: str, model: nn.Module, layers: Sequence[int], about: Mapping[str, Any]) -> None:
+        """Record what a part of the work folder is ``about``. ``layers``: hidden states that ``model`` reads.
 
-        Does nothing unless the target will generate text, which may take hours: otherwise the later checks come soon enough.
-        ``model`` may be without weights.
+        Raises ``OutriderError`` if it belongs to another run. If the target will generate text, which may take hours, the disk
+        is checked first for the text's hidden states and the checkpoints of ``model``, which may be without weights.
         """
-        if self.rows is not None or not self.source.regenerate:
-            return  # capture() and Trainer check again
-        self.work.mkdir(parents=True, exist_ok=True)
-        width = int(loading.text_config(self.model).hidden_size)
-        needed = missing_bytes(self.work / "features", self.text_rows(), len(set(layers)), width)
-        needed += checkpoint_room(model, self.work / name / "checkpoint.pt")
-        advice = "use less text (--max-tokens), a smaller model or another folder (--work)"
-        require_disk(self.work, needed, "training takes", advice)
+        if self.rows is None and self.source.regenerate:  # capture() and Trainer check again
+            self.work.mkdir(parents=True, exist_ok=True)
+            width = int(loading.text_config(self.model).hidden_size)
+            needed = missing_bytes(self.work / "features", self.text_rows(), len(set(layers)), width)
+            needed += checkpoint_room(model, self.work / name / "checkpoint.pt")
+            advice = "use less text (--max-tokens), a smaller model or another folder (--work)"
+            require_disk(self.work, needed, "training takes", advice)
+        text = digest(self.training_rows())
+        check_or_record_identity(self.work / name / "run.json", {"target": fingerprint(self.model), "text": text, **about})
 
     def text_rows(self) -> Tensor:
         """Return rows of tokens [R, S] of the text, before regeneration."""
@@ -166,10 +163,10 @@ def train_medusa(workspace: Workspace, out: Path, plan: HeadPlan, options: Medus
         medusa_heads.check_fit(heads, runner)
         heads = shapes.continued(heads, runner)
     check_row_length(workspace.seq_len, options.heads + 3, f"{options.heads} heads")
-    sized = shapes.check_new_medusa(runner, options.heads, options.layers, vocab) if heads is None else heads
-    workspace.check_disk("medusa", sized, [runner.num_layers])
-    sizes = {"heads": options.heads, "layers": options.layers, "draft vocabulary": vocab}
-    workspace.check_identity("medusa", **sizes, start=options.start)
+    shape = shapes.medusa_shape(runner, options.heads, options.layers, vocab)
+    sized = heads or shapes.check_new(medusa_heads.MedusaHeads, shape, runner)
+    about = {"heads": options.heads, "layers": options.layers, "draft vocabulary": vocab, "start": options.start}
+    workspace.claim("medusa", sized, [runner.num_layers], about)
     if heads is None:
         draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
         heads = shapes.new_medusa(runner, options.heads, options.layers, draft_ids)
@@ -227,10 +224,10 @@ def train_eagle(workspace: Workspace, out: Path, plan: HeadPlan, options: EagleR
         head, generation = shapes.continued(head, runner), head.shape.generation
         options = replace(options, generation=generation, hidden_states=head.hidden_states if generation == 3 else None)
     layers, steps, vocab = eagle_sizes(options, runner, workspace.seq_len)
-    sized = shapes.check_new_eagle(runner, options.generation, layers, vocab) if head is None else head
+    sized = head or shapes.check_new(EagleHead, shapes.eagle_shape(runner, options.generation, layers, vocab), runner)
     name = f"eagle{options.generation}"
-    workspace.check_disk(name, sized, [*layers, runner.num_layers])
-    workspace.check_identity(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=options.start)
+    about = {"layers": layers, "steps": steps, "draft vocabulary": vocab, "start": options.start}
+    workspace.claim(name, sized, [*layers, runner.num_layers], about)
     draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
     cache = workspace.features([*layers, runner.num_layers])
     torch.manual_seed(plan.seed)
@@ -254,8 +251,7 @@ def train_mtp(workspace: Workspace, out: Path, plan: HeadPlan, options: MtpRun) 
         head = shapes.new_mtp(runner)
     else:
         head = shapes.continued(mtp_formats.load(options.start, runner), runner)
-    workspace.check_disk(NAME_OF_MTP, head, [runner.num_layers])
-    workspace.check_identity(NAME_OF_MTP, steps=options.steps, start=options.start)
+    workspace.claim(NAME_OF_MTP, head, [runner.num_layers], {"steps": options.steps, "start": options.start})
     cache = workspace.features([runner.num_layers])
     found = _train_rollout(workspace, NAME_OF_MTP, head, cache, plan, options.steps)
     finish(workspace, NAME_OF_MTP, out, found)
@@ -289,9 +285,8 @@ def train_block(workspace: Workspace, out: Path, plan: HeadPlan, options: BlockR
             shape.block_size, len(head.layers), shape.hidden_states, shape.markov_rank, shape.selector_rank, options.start
         )
     sizes = block_sizes(options, runner, workspace.seq_len)
-    sized = shapes.check_new_block(runner, sizes) if head is None else head
-    workspace.check_disk(NAME_OF_BLOCK, sized, [*sizes.hidden_states, runner.num_layers])
-    workspace.check_identity(NAME_OF_BLOCK, **asdict(sizes), start=options.start)
+    sized = head or shapes.check_new(BlockHead, shapes.block_shape(runner, sizes, 0), runner)
+    workspace.claim(NAME_OF_BLOCK, sized, [*sizes.hidden_states, runner.num_layers], asdict(sizes) | {"start": options.start})
     cache = workspace.features([*sizes.hidden_states, runner.num_layers])
     torch.manual_seed(plan.seed)
     if head is None:

@@ -93,17 +93,14 @@ def _check_fits(head: Head, runner: ModelRunner) -> Head:
     return head
 
 
-def _medusa_shape(runner: ModelRunner, num_heads: int, num_layers: int, size: int | None) -> MedusaShape:
+def medusa_shape(runner: ModelRunner, num_heads: int, num_layers: int, size: int | None) -> MedusaShape:
     return MedusaShape(num_heads, num_layers, runner.hidden_size, size or runner.vocab_size, mapped=size is not None)
 
 
-def check_new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, size: int | None) -> MedusaHeads:
-    """Return new heads without weights. ``size``: of a reduced vocabulary.
-
-    Raises ``OutriderError`` if their training takes more than the memory.
-    """
+def check_new(kind: type[Head], shape: Any, runner: ModelRunner) -> Head:
+    """Return a new head of this shape, without weights. Raises ``OutriderError`` if its training takes more than the memory."""
     with torch.device("meta"):
-        return _check_fits(MedusaHeads(_medusa_shape(runner, num_heads, num_layers, size)), runner)
+        return _check_fits(kind(shape), runner)
 
 
 def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, draft_ids: Tensor | None = None) -> MedusaHeads:
@@ -111,7 +108,7 @@ def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, draft_ids: 
 
     ``draft_ids``: a reduced vocabulary, ascending.
     """
-    heads = MedusaHeads(_medusa_shape(runner, num_heads, num_layers, None if draft_ids is None else len(draft_ids)))
+    heads = MedusaHeads(medusa_shape(runner, num_heads, num_layers, None if draft_ids is None else len(draft_ids)))
     weight = output_layer(runner).plain_weight()[: runner.vocab_size]
     if draft_ids is not None and heads.token_map is not None:
         heads.token_map.copy_(draft_ids)
@@ -151,22 +148,16 @@ def head_config(runner: ModelRunner, kind: type[Config], num_layers: int = 1) ->
     )
 
 
-def _eagle_shape(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], size: int | None) -> EagleShape:
+def eagle_shape(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], size: int | None) -> EagleShape:
     config, hidden = head_config(runner, LlamaConfig), runner.hidden_size
     if generation == 1:
         return EagleShape(1, config, hidden, (runner.num_layers,), runner.vocab_size)
     return EagleShape(3, config, hidden, hidden_states, size or runner.vocab_size, reduced=size is not None)
 
 
-def check_new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], size: int | None) -> EagleHead:
-    """Like ``check_new_medusa``."""
-    with torch.device("meta"):
-        return _check_fits(EagleHead(_eagle_shape(runner, generation, hidden_states, size)), runner)
-
-
 def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], draft_ids: Tensor | None) -> EagleHead:
     """Return a head that initially repeats its input feature. ``draft_ids``: generation 3's reduced vocabulary, ascending."""
-    shape = _eagle_shape(runner, generation, hidden_states, None if draft_ids is None else len(draft_ids))
+    shape = eagle_shape(runner, generation, hidden_states, None if draft_ids is None else len(draft_ids))
     head, output, size = EagleHead(shape), output_layer(runner), shape.draft_vocab_size
     with torch.no_grad():
         _repeat_feature(head)
@@ -212,21 +203,16 @@ class BlockSizes:
 
 def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> BlockHead:
     """Return a block drafter whose layers initially add nothing."""
-    head = BlockHead(_block_shape(runner, sizes, mask_token_id))
+    head = BlockHead(block_shape(runner, sizes, mask_token_id))
     with torch.no_grad():
         _add_nothing(head)
         head.norm.weight.copy_(final_scale(runner))
     return trainable(head, runner)
 
 
-def check_new_block(runner: ModelRunner, sizes: BlockSizes) -> BlockHead:
-    """Like ``check_new_medusa``."""
-    with torch.device("meta"):
-        return _check_fits(BlockHead(_block_shape(runner, sizes, 0)), runner)
-
-
-def _block_shape(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> BlockShape:
+def block_shape(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> BlockShape:
     config, hidden = head_config(runner, Qwen3Config, sizes.num_layers), runner.hidden_size
+    is_second = sizes.selector_rank > 0  # DFlash 2, with the sizes of z-lab's heads as far as the target allows
     return BlockShape(
         config,
         hidden,
@@ -237,18 +223,11 @@ def _block_shape(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> 
         (0,) * sizes.num_layers,
         predicts_next=sizes.markov_rank > 0,
         markov_rank=sizes.markov_rank,
-        **(_second(sizes.selector_rank, hidden, runner.vocab_size) if sizes.selector_rank else {}),
+        conv_taps=2 if is_second else 0,
+        conv_group=math.gcd(16, hidden) if is_second else 1,
+        selector_rank=sizes.selector_rank,
+        num_candidates=min(16, runner.vocab_size) if is_second else 0,
     )
-
-
-def _second(rank: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
-    """Return what makes a head DFlash 2's, with the sizes of z-lab's heads as far as the target allows."""
-    return {
-        "conv_taps": 2,
-        "conv_group": math.gcd(16, hidden_size),
-        "selector_rank": rank,
-        "num_candidates": min(16, vocab_size),
-    }
 
 
 def _repeat_feature(head: EagleHead | MtpHead) -> None:
