@@ -175,12 +175,12 @@ def generate(
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     run, memory = run or Run(), PeakMemory(contenders.llm.runner.device)
     with contenders.active(contender) as rounds:
-        faults = contenders.llm.stats.faults
+        faults = contenders.llm.engine.stats.faults
         for at in range(0, len(prompts), batch):
             part = list(prompts[at : at + batch])
             with closing(contenders.llm.stream(part, each[at : at + batch])) as stream:
                 _generate_batch(stream, len(part), run, rounds)
-        run.faults += contenders.llm.stats.faults - faults
+        run.faults += contenders.llm.engine.stats.faults - faults
     peaks = [peak for peak in (run.peak_bytes, memory.read()) if peak is not None]
     run.peak_bytes = max(peaks, default=None)
     return run

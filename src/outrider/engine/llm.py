@@ -330,7 +330,7 @@ class LLM:
         requests = [request for job in jobs for request in job.requests]
         num_tokens = sum(min(request.params.max_tokens, room - request.num_prompt_tokens) for request in requests)
         is_long = num_tokens >= LONG_RUN * self.runner.max_batch
-        is_first = self.stats.num_tokens == 0 and not self.engine.has_work
+        is_first = self.engine.stats.num_tokens == 0 and not self.engine.has_work
         if is_long and self.runner.config.compile == "auto" and is_first:
             self.warmup()
 
