@@ -93,9 +93,9 @@ def store(built: Path, kind: str, key: str, suffix: str) -> Path:
 
 
 def write(kind: str, key: str, suffix: str, fill: Callable[[BinaryIO], None]) -> Path:
-    """Store what ``fill`` writes, as ``store`` does. Raises ``OutriderError`` if the cache is not writable.
+    """Store what ``fill`` writes, as ``store`` does, then delete files of this kind unused for ``UNUSED_SECONDS``.
 
-    Then delete files of this kind that have not been used for ``UNUSED_SECONDS``.
+    Raises ``OutriderError`` if the cache is not writable.
     """
     try:
         stored = _stored(fill, lasting_dir(kind), key, suffix)

@@ -179,7 +179,7 @@ def _measured(
     assert isinstance(k, int) and isinstance(longest, int)
     report.acceptance = found = _acceptance(plain, drafted, len(prompts), k, longest)
     if drafted.faults:
-        yield Finding("wrong", "drafting", f"the proposer failed {drafted.faults} time(s), and plain decoding continued")
+        yield Finding("wrong", "drafting", f"drafting failed {drafted.faults} time(s), and plain decoding continued")
     first = found.by_position[0] if found.by_position else 0.0
     if not found.by_position:
         yield Finding("note", "acceptance", "nothing was drafted on these prompts, so acceptance is unknown")

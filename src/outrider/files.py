@@ -72,7 +72,7 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
         except BlockingIOError:
             raise OutriderError(refusal) from None
         except OSError as error:
-            advice = "give a folder on a disk that supports locks"
+            advice = "write to a disk that supports locks"
             raise OutriderError(f"cannot lock {file} ({without_path(error)}): {advice}") from error
         yield
 

@@ -462,7 +462,7 @@ def _bytes_in(folder: Path) -> int:
 
 @cache
 def offline_reason() -> str:
-    """Return why the hub cannot be used, as part of an error's sentence; empty if it is reachable, or unknown behind a proxy.
+    """Return why the hub cannot be used, as part of an error's sentence; empty if it is reachable, and behind a proxy.
 
     Raises ``OutriderError`` for an invalid address of the hub.
     """

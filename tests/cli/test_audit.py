@@ -200,7 +200,7 @@ def test_brackets_are_not_markup_and_failing_drafts_are_reported(tmp_path: Path)
         screen.seek(0)
         shown = screen.read()
     assert "./a[/b]" in shown and "./my[/model]" in shown and "a[/b]: c[/d]" in shown
-    assert "the proposer failed 4 time(s)" in shown and "the proposer failed 4 time(s)" in tables.page(result)
+    assert "drafting failed 4 time(s)" in shown and "drafting failed 4 time(s)" in tables.page(result)
 
 
 def test_a_prompt_without_tokens_is_named() -> None:

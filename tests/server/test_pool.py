@@ -501,6 +501,12 @@ async def test_the_memory_of_grammars_is_limited(plain: LLM, monkeypatch: pytest
         monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 3 << 28}))
         used = [await grammars.get({"const": 5}, ANYONE)]  # those that are only cached make room
         assert await grammars.get(None, ANYONE)  # of any object, which is always served
+        cached = list(grammars._kept)
+        monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 1 << 30}))
+        for _ in range(2):
+            with pytest.raises(OutriderError, match="takes too much memory: simplify it"):
+                await grammars.get({"const": 6}, ANYONE)  # more than a client's share of an empty server
+        assert list(grammars._kept) == cached
 
 
 @in_loop

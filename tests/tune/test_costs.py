@@ -263,3 +263,10 @@ def test_costs_of_tree_scores_are_monotonic_and_estimated_for_unmeasured_batches
     assert costs.tree_scores(4, 1, 0) == pytest.approx([1.0, 1.4, 1.4, 1.6, 1.8])
     assert costs.tree_scores(1, 2, 0) == pytest.approx([1.6, 1.6])
     assert CostBook().tree_scores(2, 1, 0) == [1.0, 1.0, 1.0]
+
+
+def test_the_first_plain_round_of_a_bucket_counts_although_it_is_cold() -> None:
+    book = CostBook()
+    book.record_pass(5, 1, 0, 1.4)
+    book.record_round([0], 1000, 1.2, 0.1, is_cold=True)
+    assert book.plain_round(1, 1000) is not None

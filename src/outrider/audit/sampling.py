@@ -146,7 +146,7 @@ class SamplingResult:
         if few:
             reasons.append(f"fewer than {MIN_TOKENS} {' and '.join(few)} tokens: the method rarely drafts on these prompts")
         if self.outcome.faults:
-            reasons.append(f"the proposer failed {self.outcome.faults} time(s), and plain decoding continued")
+            reasons.append(f"drafting failed {self.outcome.faults} time(s), and plain decoding continued")
         return reasons
 
     @property

@@ -64,7 +64,7 @@ def grid_verdict(result: Mapping[str, Any]) -> str:
         return "yes, everywhere"
     notes = [f"{result['differing']:,} texts differ, {len(result['cells'])} cells done"]
     if result["faults"]:
-        notes.append(f"the proposer failed {result['faults']} time(s), and plain decoding continued")
+        notes.append(f"drafting failed {result['faults']} time(s), and plain decoding continued")
     return "; ".join(notes)
 
 

@@ -32,7 +32,9 @@ def expectation(
     step_ms: float,
     measured: float | None,
 ) -> dict[str, Any]:
-    """Return c, the formula's speedup, and measured - expected speedup as a sum over parts; None if nothing was drafted.
+    """Return ``cost_ratio`` (c), ``expected_speedup`` (the formula's), and ``difference``: measured - expected, in parts.
+
+    Each is None if it is unknown, as without drafts.
 
     The arguments are means of a round. ``ms``, ``plain_ms``: milliseconds by phase; ``tau``: tokens; ``alpha``: acceptance
     rate, None without drafts; ``k``: length of the longest path; ``step_ms``: milliseconds of a typical draft step.

@@ -208,8 +208,8 @@ def _conversation(item: Mapping[str, Any], workload: str) -> Prompt:
         raise Refused(f'"chat_template_kwargs" must be an object without {", ".join(OWN_VARIABLES)}')
     variables = requested_variables(item.get("reasoning_effort"), item.get("verbosity"), given)
     found = Prompt(workload, messages=tuple(map(_message, messages)), tools=tuple(tools), variables=variables)
-    for name, value in (("messages", found.messages), ("tools", tools), ("chat_template_kwargs", variables)):
-        _text(json.dumps(value, ensure_ascii=False), f'"{name}"')
+    for name, value in (('"messages"', found.messages), ('"tools"', tools), ("a variable of the template", variables)):
+        _text(json.dumps(value, ensure_ascii=False), name)
     return found
 
 

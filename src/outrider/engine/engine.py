@@ -212,13 +212,15 @@ class Engine:
                 tries.append(Proposal.empty(1))
             for each in tries:
                 if each is not proposal:
-                    self._stop_drafts(entry.request, error)
+                    self._guard.forget_drafts(entry.request)
                 try:
                     result = finish_round(alone, k, each, self._parts)
                 except TargetError as again:
                     self._clock.take()
                     error = again.__cause__
                 else:
+                    if each is not proposal:
+                        self._stop_drafts(entry.request, error)
                     emissions += self._settle(alone, result)
                     break
             else:

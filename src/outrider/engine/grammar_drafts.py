@@ -31,8 +31,8 @@ from outrider.types import Context, Matcher, Proposal, Request, Verdict, owner_o
 
 MAX_DRAFTS = 15  # forced and guessed drafts of a request in one round: a pass of 16 rows; a longer span takes another round
 MAX_CHOICES = 256  # tokens among which one is guessed
-MAX_STATES = 4096  # states that are remembered; the oldest is dropped
-MAX_OWNERS = 32  # whose tokens are remembered; those of the one that was last active longest ago are dropped
+MAX_STATES = 1024  # states that are remembered of an owner, up to 1 KiB each; the oldest is dropped
+MAX_OWNERS = 64  # whose tokens are remembered; those of the one that was last active longest ago are dropped
 MAX_COUNTER = 3  # a state's counter starts at 1; a right guess adds 1, a wrong one takes 1, and at 0 nothing is guessed
 
 
@@ -81,7 +81,7 @@ class TokenGuesser:
 def _few(allowed: Tensor) -> np.ndarray[Any, Any] | None:
     """Return the ids of the allowed tokens; None if one is allowed, or many."""
     mask = allowed.numpy()
-    return np.flatnonzero(mask) if 1 < np.count_nonzero(mask) <= min(MAX_CHOICES, len(mask) // 2) else None
+    return np.flatnonzero(mask).astype(np.int32) if 1 < np.count_nonzero(mask) <= min(MAX_CHOICES, len(mask) // 2) else None
 
 
 @dataclass(slots=True)

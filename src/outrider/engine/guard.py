@@ -111,11 +111,15 @@ class GuardedProposer:
         """Drop the state of finished requests; the proposer may keep their cache for requests with the same prefix."""
         self._remove(request_ids, self._proposer.retire)
 
+    def forget_drafts(self, request: Request) -> None:
+        """Give the proposer no verdict on a request's drafts of this round."""
+        self._drafted.discard(request.request_id)
+
     def pause(self, requests: Sequence[Request], reason: str | Exception) -> None:
         """Pause drafting for requests and drop the proposer's state for them; it gets no verdict on their current drafts."""
         ids = [request.request_id for request in requests]
-        self._drafted.difference_update(ids)
         for request in requests:
+            self.forget_drafts(request)
             drafting = self._drafting(request)
             drafting.is_prefilled = False
             drafting.paused_until = self._round_index - 1 + (FIRST_PAUSE << min(drafting.num_faults, MAX_DOUBLINGS))

@@ -325,7 +325,7 @@ class LLM:
             raise OutriderError(completions[0].error or TARGET_FAILED)
 
     def _compile_for(self, jobs: Sequence[_Job]) -> None:
-        """Compile before a long run, unless this LLM has generated already: compiled passes differ in the last bits."""
+        """Compile before a long run, unless this engine has generated already: compiled passes differ in the last bits."""
         room = self.runner.max_len
         requests = [request for job in jobs for request in job.requests]
         num_tokens = sum(min(request.params.max_tokens, room - request.num_prompt_tokens) for request in requests)

@@ -18,6 +18,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # in the order 
 PYTHON_CALLS = "List of tools: "  # in LFM2's chat templates, which show the content of messages but not their calls
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # for gpt-oss, which knows low, medium and high
 THINKING_VARIABLES = "enable_thinking", "thinking"  # of chat templates; false: no reasoning
+# Variables that Outrider sets itself: refused in ``chat_template_kwargs``.
 OWN_VARIABLES = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 
 Messages = list[dict[str, Any]]

@@ -308,12 +308,12 @@ class _PassTable:
             table = self._tables[key] = self._start_table(key, width)
         count = self._counts.get((key, width), 0)
         mean = table.get(width)
-        if is_cold and mean is not None:
+        if is_cold and mean is not None and (width != 1 or batch in self.run_plain):
             return
         if mean is None:
             table[width] = self._first_reading(table, width, batch, seconds)
         else:
-            if count == 0:  # copied from a neighbouring entry
+            if count == 0:  # copied or interpolated by ``_start_table``
                 self._anchors.setdefault(key, width)
             new = seconds if count == 0 else _updated_mean(mean, seconds, count)
             if self._anchors.get(key) == width:  # in each reading, because the first one may have been disturbed
@@ -335,7 +335,7 @@ class _PassTable:
         return widths, [self._interpolated(table, width, batch) or 0.0 for width in widths]
 
     def _start_table(self, key: Key, width: float) -> dict[float, float]:
-        """Return the costs of the nearest cache bucket, or those of replaced passes, for the first measured width too."""
+        """Return the costs of the nearest cache bucket, else of the replaced passes, with an interpolated one for ``width``."""
         before = _nearest(self._tables, key) or _nearest(self._eager_tables, key)
         then = self._interpolated(before, width, key[0])
         return {**before, width: then} if then else {}

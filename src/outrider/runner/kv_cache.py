@@ -251,7 +251,7 @@ class KVCache(PassThrough):
         self.release(request_ids)
 
     def longest_prefix(self, request_id: str, text: Sequence[int], limit: int | None = None) -> tuple[int | None, int]:
-        """Return the owner's row with the longest cached prefix of ``text`` but its last token, and the prefix's length.
+        """Return the row of the request's owner with the longest cached prefix of ``text[:-1]``, and its length.
 
         (None, 0) if that is shorter than ``MIN_SHARED_PREFIX``. ``limit``: the longest to use.
         """

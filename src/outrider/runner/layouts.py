@@ -17,7 +17,7 @@ from outrider.runner.kv_cache import KVCache
 from outrider.types import Proposal, ancestor_matrix
 
 MIN_PREFILL = 16  # fewer uncached tokens are always left to the scoring pass
-STEP = 16  # on a GPU, wider passes have multiples of it: prompts have any length, and each width is captured
+STEP = 16  # on a GPU, wider passes that are captured have multiples of it: prompts have any length
 CACHED_MASK_WIDTH = 16  # causal masks up to this width are kept; if padded, up to ``MAX_WIDTH``
 
 
@@ -41,9 +41,9 @@ class PassInput:
 class Layouts:
     """Creates the layouts of passes over one cache.
 
-    On a GPU (``is_padded``) every request is padded to the longest, and above ``STEP`` tokens to a multiple of it, because
-    graphs are captured once per shape and a further token is nearly free. On a CPU requests are concatenated with their own
-    lengths.
+    On a GPU (``is_padded``) every request is padded to the longest, and between ``STEP`` and ``MAX_WIDTH`` tokens to a multiple
+    of ``STEP``, because graphs are captured once per shape and a further token is nearly free. On a CPU requests are
+    concatenated with their own lengths.
     """
 
     def __init__(self, cache: KVCache) -> None:

@@ -76,7 +76,7 @@ class ModelRunner:
 
     @classmethod
     def load(
-        cls, model: str | Path | PreTrainedModel, config: RunnerConfig | None = None, form: int | str | None = None
+        cls, model: str | Path | PreTrainedModel, config: RunnerConfig | None = None, form: str | None = None
     ) -> ModelRunner:
         """Load a model, or use a loaded one. Raises ``OutriderError`` if it is not supported.
 
@@ -97,9 +97,9 @@ class ModelRunner:
             refuse_rounding(config.weights, device, wanted, kind, reader)
         loading.check_device(device)
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
-        form = (form or config.bits) if shape is not None and native.serves(device) else None
-        if form is not None and shape is not None:
-            file = PackedFile.of(model, form, config.dtype)
+        stored = (form or config.bits) if shape is not None and native.serves(device) else None
+        if stored is not None and shape is not None:
+            file = PackedFile.of(model, stored, config.dtype)
             packed = None if file is None else file.load(wanted, kind, shape.by_request)
             if packed is not None:
                 return cls(packed, config, device, str(model), shape)._checked("eager", model)
@@ -111,8 +111,8 @@ class ModelRunner:
         loading.check_weights(loaded, str(model))
         linear.fuse_on_gpu(loaded)
         runner = cls._ready(loaded, config, device, shape, model)
-        if form is not None:
-            runner.file = PackedFile.of(model, form, config.dtype)  # also for a hub id, whose files are downloaded by now
+        if stored is not None:
+            runner.file = PackedFile.of(model, stored, config.dtype)  # also for a hub id, whose files are downloaded by now
             if config.weights is not None and runner.file is not None:
                 runner.file.save(loaded)
         return runner

@@ -45,6 +45,7 @@ MODULES = (
     *(linear.PackedLinear, linear.JoinedLinear, linear.PackedEmbedding, linear.FusedLinears, linear.FusedSlice),
     *(experts.ExpertLinears, experts.PackedExperts, nn.ModuleList),
 )
+# Not by ``safe_globals`` around each load: when one thread leaves it, loads of others fail.
 torch.serialization.add_safe_globals(list(MODULES))
 
 

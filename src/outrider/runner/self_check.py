@@ -84,7 +84,7 @@ def check_itself(
 
 
 def _key(model: PreTrainedModel, cache: KVCache, source: str | Path) -> str | None:
-    """Return the key under which it is stored that a model passed; None for small ones and for files that were deleted."""
+    """Return the key under which it is stored that a model passed; None for small ones and for unreadable files."""
     try:
         stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in weight_files(source)]
         if sum(size for _, size, _ in stats) < MIN_BYTES:

@@ -94,7 +94,10 @@ def check_same_files(target: Path, draft: Path) -> None:
 
 
 def is_tokenizer_of(tokenizer: PreTrainedTokenizerBase, source: str | Path) -> bool:
-    """Return whether ``load_tokenizer`` read a tokenizer, since then unchanged, from files equal to those of another source."""
+    """Return whether ``load_tokenizer`` read a tokenizer from files equal to those of another source.
+
+    False if tokens were added to it since.
+    """
     if _loaded_sizes.get(tokenizer) != len(tokenizer):
         return False
     own, other = Path(str(tokenizer.name_or_path)), gguf.find(source)

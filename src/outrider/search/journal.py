@@ -32,11 +32,12 @@ def is_finished(path: Path) -> bool:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Context manager: lock a journal. Raises ``OutriderError`` if the search of another process has locked it."""
+    """Context manager: lock a journal. Raises ``OutriderError`` if it cannot, as while another search writes to it."""
     if path.exists() and not path.is_file():  # /dev/null
         yield
         return
-    lock = path.with_name(f".{path.name}.lock")  # not the journal, which is replaced at each write
+    # Not the journal, which is replaced at each write. It stays: two processes could lock a deleted file and a new one.
+    lock = path.with_name(f".{path.name}.lock")
     with locked(lock, f"another search is writing to {path}: wait for it, or give another --out or --json"):
         yield
 

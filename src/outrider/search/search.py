@@ -206,7 +206,7 @@ class Search:
         prompts, params = [text.prompt for text in texts], [text.replay_params for text in texts]
         run = generate(self.contenders, contender, prompts, params, group.batch)
         if run.faults:
-            raise OutriderError("the proposer failed during a run (details with --debug)")
+            raise OutriderError("drafting failed during a run (details with --debug)")
         self._spent += perf_counter() - started
         self._timed += 1
         found: dict[str, Any] = {"seconds": run.seconds, "tau": run.stats.mean_acceptance_length}

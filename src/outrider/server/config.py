@@ -90,7 +90,7 @@ def host_error(header: str | None, address: str, own_name: str) -> str | None:
         name = ""
     if _is_loopback(name) or name == own_name.lower():
         return None
-    return f"unknown host {shown(header)}: expected localhost or a loopback address: for other names set --host"
+    return f"unknown host {shown(header)}: expected localhost or a loopback address; for other names set --host"
 
 
 def _is_loopback(host: str) -> bool:

@@ -151,6 +151,20 @@ class Grammars:
         if num_free <= 0 or exceeds_share(client.queue_key, holders.count(client.queue_key), num_free):
             raise Busy(1)
 
+    def _make_room(self, client: Client, num_bytes: int) -> None:
+        """Drop cached grammars until a new one fits, those first that were requested once.
+
+        Raises ``Busy`` if it does not fit yet, or ``OutriderError`` if it never would.
+        """
+        num_free = self._max_bytes - num_bytes
+        if num_free < 0 or exceeds_share(client.queue_key, num_bytes, num_free):
+            raise schemas.unsupported("its grammar takes too much memory: simplify it")
+        cached = sorted(self._kept, key=lambda key: self._kept[key].is_reused)
+        while not self._fits(client, num_bytes):
+            if not cached:
+                raise Busy(1)
+            del self._kept[cached.pop(0)]
+
     def _fits(self, client: Client, num_bytes: int) -> bool:
         """Return whether a grammar fits in the memory of all, and in this client's share of it."""
         held = Counter({client.queue_key: num_bytes})
@@ -166,10 +180,8 @@ class Grammars:
             num_bytes = (await self.pool.do({"schema": text}, len(text), client))["bytes"]
             await table
             async with self._compiling:
-                while not is_renewed and not self._fits(client, num_bytes):
-                    if not self._kept:
-                        raise Busy(1)
-                    self._kept.popitem(last=False)
+                if not is_renewed:
+                    self._make_room(client, num_bytes)
                 grammar: TokenGrammar = await self._in_compiler_thread(lambda: self._compiler.compiled(text, preamble))
                 grammar.num_bytes = num_bytes
                 self._in_memory[grammar] = client.queue_key

@@ -88,7 +88,11 @@ class _EngineCounts:
             by_position.add_metric([self._model, str(position)], count)
         yield by_position
         yield self._metric("outrider:grammar_tokens", "Accepted drafts of a grammar.", stats.num_grammar_tokens)
-        yield self._metric("outrider:proposer_faults", "Rounds in which the proposer failed for a sequence.", stats.faults)
+        yield self._metric(
+            "outrider:proposer_faults",
+            "Rounds in which the proposer, or the target on drafts, failed for a sequence.",
+            stats.faults,
+        )
         yield self._metric("outrider:failed_rounds", "Rounds that failed as a whole.", self._bridge.num_failures)
         phases = CounterMetricFamily("outrider:phase_seconds", "Seconds of rounds.", labels=["model_name", "phase"])
         for phase, seconds in stats.times.by_phase().items():

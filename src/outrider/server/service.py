@@ -53,6 +53,11 @@ PING_INTERVAL = 15.0  # seconds without an event after which a stream gets a pin
 NO_RETRY = {"x-should-retry": "false"}  # otherwise OpenAI's and Anthropic's clients send the request again
 
 
+def max_logprobs(max_len: int) -> int:
+    """Return the limit of log-probabilities in a call: at least those of an answer as long as the context."""
+    return max(MAX_TOTAL_LOGPROBS, max_len * (MAX_LOGPROBS + 1))
+
+
 class Service:
     """Handlers of the API routes."""
 
@@ -60,7 +65,7 @@ class Service:
         self.llm, self.config = llm, config
         self.bridge = EngineBridge(llm, config.max_queue, config.stream_interval)
         self.metrics = Metrics(self.bridge, config.name)
-        self._max_logprobs = max(MAX_TOTAL_LOGPROBS, llm.runner.max_len * (MAX_LOGPROBS + 1))
+        self._max_logprobs = max_logprobs(llm.runner.max_len)
         self._tokens = TokenTexts(llm.tokenizer)
         self._replies = Replies(llm.tokenizer)
         # For slow work, and all work with the tokenizer, which is not thread-safe.
