@@ -327,7 +327,9 @@ def test_a_disk_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    refused = pytest.raises(OutriderError, match=r"^cannot lock .*lock \(No locks available\): give a folder on a disk")
+    refused = pytest.raises(
+        OutriderError, match=r"^cannot lock .*lock \(No locks available\): write to a disk that supports locks"
+    )
     with refused, exclusive(tmp_path / "found.json"):
         pass
 

@@ -246,6 +246,10 @@ class CombinedMethod(MethodSpec):
             )
         return CombinedProposer(first, second, config)
 
+    def join(self, first: Proposer, second: Proposer) -> CombinedProposer:
+        """Combine two existing proposers and share their caches. A request must not run in more than one of the three."""
+        return CombinedProposer(first, second)
+
     def drafts_in(self, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
         """Return the drafts of both methods."""
         each = options_by_part(self.name, options)
