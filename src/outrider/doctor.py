@@ -267,19 +267,20 @@ def _memory_needed(checked: DoctorOptions, drafts: list[Any]) -> Iterator[Findin
 
     Those of a target to be quantised are not counted: a packed file in the cache may serve, and loading checks it.
     """
+    device = torch_device(checked.options.get("device", "auto"))
     needed = sum(weight_bytes(source) for source in drafts if isinstance(source, (str, Path)))
     is_quantised = bool(checked.options.get("weights"))
     whose = "draft's " if is_quantised else ""
     if isinstance(checked.target, (str, Path)) and not is_quantised:
-        needed += _bytes_of_target(checked.target, checked.options)
-    free = _free_memory(torch_device(checked.options.get("device", "auto")))
+        needed += _bytes_of_target(checked.target, checked.options, device)
+    free = _free_memory(device)
     if needed and free is not None:
         text = f"the {whose}weights take {size(needed)}; {size(free)} of memory are free"
         yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", text)
 
 
-def _bytes_of_target(target: str | Path, options: dict[str, Any]) -> int:
-    device, dtype = torch_device(options.get("device", "auto")), options.get("dtype", "auto")
+def _bytes_of_target(target: str | Path, options: dict[str, Any], device: torch.device) -> int:
+    dtype = options.get("dtype", "auto")
     config = load_config(target, options.get("trust_remote_code", False))
     reader = choose_reader(str(target), config, model_class(config), device)
     return bytes_in_memory(target, growth_of(config, reader, None, dtype), reader, dtype)

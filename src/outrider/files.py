@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import re
 import secrets
@@ -66,6 +65,8 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
 
     ``refusal``: the message if another process has locked it.
     """
+    import fcntl  # Windows lacks it, and every module imports this one
+
     with file.open("a") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

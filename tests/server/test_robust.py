@@ -39,7 +39,7 @@ from outrider.server.grammar import GrammarCompiler
 from outrider.server.protocol import ChatBody, StreamOptions
 from outrider.server.responses import ResponseBody
 from outrider.server.run import GracefulServer
-from outrider.server.service import EventStream, RunningAnswer, _whole, max_logprobs
+from outrider.server.service import EventStream, RunningAnswer, _whole, max_total_logprobs
 from outrider.types import OutriderError, Proposal
 
 from .served import TLS, Served, Slow, call, serving, until
@@ -296,8 +296,8 @@ def test_an_answer_does_not_depend_on_what_starlette_keeps() -> None:
 
 
 def test_log_probabilities_of_a_call_are_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (max_logprobs(1), max_logprobs(1 << 20)) == (1 << 22, 21 << 20)
-    monkeypatch.setattr(served.service, "_max_logprobs", 96)
+    assert (max_total_logprobs(1), max_total_logprobs(1 << 20)) == (1 << 22, 21 << 20)
+    monkeypatch.setattr(served.service, "_max_total_logprobs", 96)
     asked = {"prompt": ["a b", "c d"], "n": 2, "logprobs": 1}
     for num_tokens, status in ((12, 200), (13, 400)):
         answer = served.post("/v1/completions", max_tokens=num_tokens, **asked)

@@ -149,7 +149,7 @@ def _added(runs: Sequence[Run]) -> Run:
 def _expectation(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     """Return the formula's decoding speedup and the contribution of each part of a round."""
     total = _added(runs)
-    stats, longest = total.stats, [(round_.times.draft, max(round_.proposed_depths, default=0)) for round_ in total.rounds]
+    stats, longest = total.stats, [(round_.times.draft, round_.most_proposed) for round_ in total.rounds]
     steps = [seconds / depth for seconds, depth in longest if depth]
     k, step_ms = stats.num_draft_steps / max(stats.num_steps, 1), 1e3 * median(steps) if steps else 0.0
     tau, alpha = stats.mean_acceptance_length, stats.acceptance_rate

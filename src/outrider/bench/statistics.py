@@ -15,9 +15,8 @@ Interval = tuple[float, float]
 RESAMPLES = 2000
 LEVEL = 0.95
 LEVELS = {"p50": 0.5, "p95": 0.95}
-ROUNDING = (
-    1e-3**2 / 12
-)  # largest variance of a value rounded to four digits; repeats may share the error, so more do not lower it
+# Largest variance of the logarithm of a value rounded to four digits. Repeats may share the error, so more do not lower it.
+ROUNDING = 1e-3**2 / 12
 SEED = 0  # fixed, so that the same runs give the same interval
 
 

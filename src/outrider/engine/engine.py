@@ -205,27 +205,25 @@ class Engine:
         emissions = []
         for b, entry in enumerate(batch.entries):
             alone, proposal = batch.take([b]), failure.proposal.take([b]).narrow([lens[b]])
-            tries, error = [proposal] if len(lens) > 1 else [], failure.__cause__
+            result, error = self._rerun(alone, k, proposal) if len(lens) > 1 else (None, failure.__cause__)
             # No token is decided yet, and these drafts follow from committed tokens. Sampled ones may fail because of their
             # values, and leaving them out for that would bias the output.
-            if lens[b] and (proposal.probs is None or alone.context.sampler.is_deterministic):
-                tries.append(Proposal.empty(1))
-            for each in tries:
-                if each is not proposal:
-                    self._guard.forget_drafts(entry.request)
-                try:
-                    result = finish_round(alone, k, each, self._parts)
-                except TargetError as again:
-                    self._clock.take()
-                    error = again.__cause__
-                else:
-                    if each is not proposal:
-                        self._stop_drafts(entry.request, error)
-                    emissions += self._settle(alone, result)
-                    break
-            else:
-                emissions.append(self._fail(entry, error))
+            if result is None and lens[b] and (proposal.probs is None or alone.context.sampler.is_deterministic):
+                self._guard.forget_drafts(entry.request)
+                on_drafts = error
+                result, error = self._rerun(alone, k, Proposal.empty(1))
+                if result is not None:
+                    self._stop_drafts(entry.request, on_drafts)
+            emissions += [self._fail(entry, error)] if result is None else self._settle(alone, result)
         return emissions
+
+    def _rerun(self, batch: Batch, k: int, proposal: Proposal) -> tuple[RoundResult | None, BaseException | None]:
+        """Rerun a failed round with these drafts. Return its result, or None and the error."""
+        try:
+            return finish_round(batch, k, proposal, self._parts), None
+        except TargetError as failure:
+            self._clock.take()
+            return None, failure.__cause__
 
     def _stop_drafts(self, request: Request, error: BaseException | None) -> None:
         """Pause the proposer, and stop the drafts of the grammar, for a request on whose drafts the target fails."""

@@ -252,7 +252,7 @@ def _examined(
 ) -> Candidate | None:
     """Return the candidate of the method with the highest precedence that recognises a folder or file, or None."""
     found: list[Candidate] = []
-    for spec in [each for each in _methods() if each.precedence and suits(each)]:
+    for spec in [spec for spec in _methods() if spec.precedence and suits(spec)]:
         each = Candidate(str(source), where, source, spec.name, precedence=spec.precedence)
         try:
             recognised = spec.recognise(source, target)

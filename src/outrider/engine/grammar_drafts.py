@@ -172,10 +172,12 @@ class GrammarDrafts:
     def _guesser(self, request: Request) -> TokenGuesser:
         """Return the guesser of the request's owner."""
         owner = owner_of(request.request_id)
-        found = self._guessers[owner] = self._guessers.pop(owner, TokenGuesser())
-        if len(self._guessers) > MAX_OWNERS:
-            self._guessers.popitem(last=False)
-        return found
+        if owner not in self._guessers:
+            self._guessers[owner] = TokenGuesser()
+            if len(self._guessers) > MAX_OWNERS:
+                self._guessers.popitem(last=False)
+        self._guessers.move_to_end(owner)
+        return self._guessers[owner]
 
     def _seen_ahead(self, context: Context, k: int) -> Context:
         """Return the inner drafter's context: requests with forced tokens as if those were committed, or without drafts."""

@@ -42,7 +42,7 @@ class Ledger:
             self._requests.pop(request_id, None)
 
     def add_faults(self, request_ids: Sequence[str]) -> None:
-        """Count a fault for each of these requests."""
+        """Count a failure of the proposer, or of the target on drafts, for each of these requests."""
         self.total.faults += len(request_ids)
         for request_id in request_ids:
             self.stats_of(request_id).faults += 1

@@ -355,10 +355,8 @@ class LLM:
 
     def _fail_undelivered(self) -> None:
         """End requests whose tokens the failed step committed but did not deliver; all others continue."""
-        scheduler = self.engine.scheduler
-        open_entries = {entry.request.request_id: entry for entry in (*scheduler.running, *scheduler.waiting)}
         for request_id, inbox in list(self._inbox.items()):
-            entry = open_entries.get(request_id)
+            entry = self.engine.scheduler.find(request_id)
             is_complete = inbox.has_ended if entry is None else inbox.num_tokens == entry.request.num_output_tokens
             if not is_complete:
                 self.engine.abort(request_id)
@@ -382,7 +380,10 @@ class LLM:
             raise
 
     def _deliver(self, completion: Completion) -> bool:
-        """Deliver what a request has, such as of the step during which Ctrl-C was pressed. Return whether it was still open."""
+        """Deliver a request's remaining emissions, such as those of a step that Ctrl-C interrupted.
+
+        Return whether it was still open.
+        """
         inbox = self._inbox.pop(completion.request_id, None)
         for emission in list(inbox.emissions) if inbox is not None else ():
             completion.add(emission)

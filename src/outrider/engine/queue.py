@@ -88,7 +88,7 @@ class FairQueue(Generic[Item]):
         freed: dict[str, float] = {}  # client -> work of its removed items so far
         for place in sorted(self._waiting, key=lambda place: place.number):
             before = freed.get(place.client, 0.0)
-            if self._places.get(place.item) is not place:
+            if place.item not in self._places:
                 freed[place.client] = before + place.cost
             else:
                 place.end = min(place.end, max(self._time + place.cost, place.end - before))

@@ -34,7 +34,7 @@ class GenerationStats:
     num_reached: int = 0  # depths that the verifier reached: all drafts before them were accepted
     num_steps: int = 0  # engine steps: one round for each request of the batch
     num_draft_steps: int = 0  # sum over the steps of the longest path that the proposer drafted, forced tokens included
-    faults: int = 0  # of the proposer, or of the target on drafts; in an engine's total, one for each affected request
+    faults: int = 0  # failures of the proposer, or of the target on drafts; in an engine's total, one per affected request
     times: PhaseTimes = field(default_factory=PhaseTimes)
     shared_seconds: float = 0.0  # seconds that plain decoding would spend too: prefill, and rounds without drafts
     num_replaced: float = 0.0  # plain rounds replaced by rounds with drafts

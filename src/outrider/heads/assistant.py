@@ -100,7 +100,7 @@ class AssistantHead(RolloutHead):
         clusters = self.centroids(out).topk(self.num_clusters, -1).indices
         order: Any = self.token_ordering
         tokens = order.view(self.centroids.out_features, -1)[clusters].flatten(-2)  # [..., clusters x tokens of each]
-        chosen = (self.table[tokens].to(out.dtype) @ out[..., None]).squeeze(-1).float()  # float16 has no such logit
+        chosen = (self.table[tokens].to(out.dtype) @ out[..., None]).squeeze(-1).float()  # float16 cannot hold IMPOSSIBLE_LOGIT
         return chosen.new_full((*out.shape[:-1], len(order)), IMPOSSIBLE_LOGIT).scatter(-1, tokens, chosen)
 
 

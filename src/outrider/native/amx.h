@@ -30,7 +30,7 @@ namespace outrider::amx {
 constexpr int64_t kSide = 16;                // rows, or outputs, of a tile
 constexpr int64_t kLine = 64;                // bytes of a row of a tile
 constexpr int64_t kTile = kSide * kLine;     // bytes of a tile
-constexpr int64_t kPanel = 2 * kSide;        // outputs whose weights are adjacent
+static_assert(kPanel == 2 * kSide);           // a panel is two tiles wide
 constexpr int64_t kAhead = 1024;             // prefetch distance of weights in bytes
 constexpr int64_t kSteps = 64;               // tiles of a panel's depth that fit the L2 cache while many rows use them
 constexpr int64_t kRowBytes = 1 << 20;       // bytes of rows, as tiles, that fit the L2 cache while all panels use them
@@ -283,16 +283,15 @@ inline void fetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kLine) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T1);
 }
 
-// Queries [rows][dim] -> for each 16 of them and each 32 numbers of theirs a right-hand tile, [16 pairs][16 queries][2]. `transpose`:
-// of 16 vectors of 16 pairs. Rows that are missing to 16 are 0.
-template <typename Vec, typename Transpose>
-void transpose_queries(const float* queries, int64_t rows, int64_t dim, uint16_t* to, const Transpose transpose) {
+// Queries [rows][dim] -> for each 16 of them and each 32 numbers of theirs a right-hand tile, [16 pairs][16 queries][2]. Rows that
+// are missing to 16 are 0.
+inline void transpose_queries(const float* queries, int64_t rows, int64_t dim, uint16_t* to) {
   constexpr int64_t numbers = kTile / 2;
   for (int64_t from = 0; from < rows; from += kSide) {
     const int64_t count = std::min(kSide, rows - from);
     for (int64_t d = 0; d < dim; d += 32, to += numbers) {
-      Vec block[kSide] = {};
-      for (int64_t q = 0; q < count; ++q) block[q] = reinterpret_cast<Vec>(to_halves(queries + (from + q) * dim + d));
+      vec block[kSide] = {};
+      for (int64_t q = 0; q < count; ++q) block[q] = reinterpret_cast<vec>(to_halves(queries + (from + q) * dim + d));
       transpose(block);
       std::memcpy(to, block, kTile);
     }

@@ -230,7 +230,7 @@ struct Attention {
   // `score` by tiles: keys in cache layout times transposed queries.
   void score_on_units() {
     uint16_t* transposed_queries = amx::next_line(tiles);
-    amx::transpose_queries<vec>(queries, rows(), pass.key_dim, transposed_queries, [](vec* block) { transpose(block); });
+    amx::transpose_queries(queries, rows(), pass.key_dim, transposed_queries);
     for (int64_t i = 0; i < padded; i += kLanes) {
       const int64_t slot = first + i, there = std::min<int64_t>(kLanes, pass.capacity - slot);
       if (there <= 0) {  // beyond the cache: visible to no query

@@ -665,7 +665,6 @@ inline uvec to_bfloat16(vec numbers) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline vec from_bfloat16(uvec bits) { return reinterpret_cast<vec>(bits << 16); }
-inline vec magnitude(vec x) { return x < vec{} ? -x : x; }
 
 constexpr float kTiny = 1e-30f;  // weights below it become 0: their reciprocal could overflow
 

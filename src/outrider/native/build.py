@@ -161,7 +161,7 @@ def _exit() -> None:
 
 
 def cpu_flags() -> str:
-    """Return the CPU features that ``NATIVE`` depends on; on macOS and POWER the CPU's name, on which they depend."""
+    """Return the CPU features that ``NATIVE`` depends on; on macOS and POWER the CPU's name, which determines them."""
     if sys.platform == "darwin":
         with suppress(OSError, subprocess.SubprocessError):  # a sandbox
             return subprocess.check_output(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], text=True).strip()

@@ -41,7 +41,7 @@ struct Gate {
  private:
   // The normal distribution function, error 8e-8 (Abramowitz and Stegun 1964, 7.1.26).
   static vec normal(vec x) {
-    const vec u = (x < splat(0.f) ? -x : x) * 0.7071067812f, t = 1.f / fused(u, splat(0.3275911f), splat(1.f));
+    const vec u = magnitude(x) * 0.7071067812f, t = 1.f / fused(u, splat(0.3275911f), splat(1.f));
     vec y = splat(0.5307027145f);
     y = fused(y, t, splat(-0.7265760135f));
     y = fused(y, t, splat(0.7107068705f));

@@ -203,8 +203,10 @@ void shape_rows(const T* logits, T* out, int64_t num_rows, int64_t size, const d
       T* result = out + r * size;
       if (setting[0] == 0) {
         const int64_t first = first_peak(row, size);
-        invalid[r] = first < 0;
-        if (first < 0) continue;
+        if (first < 0) {
+          invalid[r] = 1;
+          continue;
+        }
         std::fill(result, result + size, T(0));
         result[first] = 1;
       } else if (!softmax_row(row, result, size, static_cast<T>(setting[0]))) {

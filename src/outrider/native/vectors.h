@@ -214,6 +214,8 @@ inline __m512i twos(std::integer_sequence<int, lane...>) {
 const __m512i kLowTwos = twos<0>(std::make_integer_sequence<int, 32>{}), kHighTwos = twos<16>(std::make_integer_sequence<int, 32>{});
 #endif
 
+inline vec magnitude(vec x) { return x < vec{} ? -x : x; }
+
 // exp(x) for x <= 0, relative error 2e-7 (Cephes' expf); below -87 the result is 0 to float32.
 inline vec exp_nonpositive(vec x) {
   const ivec tiny = x < splat(-87.f);
@@ -236,7 +238,7 @@ inline vec exp_nonpositive(vec x) {
 
 // tanh(x), relative error 2e-7 (Cephes' tanhf).
 inline vec tanh_of(vec x) {
-  const vec size = x < splat(0.f) ? -x : x, square = x * x, rest = exp_nonpositive(-2.f * size), far = (1.f - rest) / (1.f + rest);
+  const vec size = magnitude(x), square = x * x, rest = exp_nonpositive(-2.f * size), far = (1.f - rest) / (1.f + rest);
   vec y = splat(-5.70498872745e-3f);
   y = fused(y, square, splat(2.06390887954e-2f));
   y = fused(y, square, splat(-5.37397155531e-2f));

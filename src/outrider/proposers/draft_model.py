@@ -286,9 +286,8 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     is_parallel = drafts_in_parallel(_config_of(draft, target.trust_remote_code), options, draft)
     kind = ParallelDraft if is_parallel else ModelRunner
     # Without the options of the target alone, and where it is: "auto" may be another device for a loaded target.
-    config = replace(target, weights=None, kv_memory=None, device=device)
-    if isinstance(draft, PreTrainedModel):  # dtype is given for the target
-        config = replace(config, dtype="auto")
+    dtype = "auto" if isinstance(draft, PreTrainedModel) else target.dtype  # of a loaded draft: its own
+    config = replace(target, weights=None, kv_memory=None, device=device, dtype=dtype)
     runner = kind.load(draft, config, None if options.bits == 16 else f"draft {options.bits}")  # type: ignore[arg-type]
     before = packed_bytes(runner.model)
     bits = options.bits or (4 if before > MAX_16_BIT_BYTES else 16)

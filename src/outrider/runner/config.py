@@ -36,6 +36,16 @@ def torch_device(named: str | torch.device) -> torch.device:
     return torch.device(named if named != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
+def torch_dtype(named: str | torch.dtype) -> torch.dtype | None:
+    """Return the dtype of an option; None for ``"auto"``."""
+    import torch
+
+    if named == "auto":
+        return None
+    found: torch.dtype = getattr(torch, named) if isinstance(named, str) else named
+    return found
+
+
 DEVICE = Kind("auto or a torch device, such as cpu, cuda or cuda:1", _device_name)
 
 
@@ -104,8 +114,8 @@ class RunnerConfig(CheckedOptions):
     self_check: bool = option(
         boolean(),
         True,
-        "Check that a loaded model's output equals that of its own forward pass without a cache; large models once per state"
-        " of their files and of the code.",
+        "Check that a loaded model's output equals that of its own forward pass without a cache. Large models are checked again"
+        " only if their files, the code or the machine has changed.",
         panel=MODELS,
     )
 

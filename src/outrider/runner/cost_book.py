@@ -170,7 +170,7 @@ class MethodCosts:
     """Costs of one method's rounds: drafting, catching up with committed tokens, verifier and host, and the book's passes."""
 
     def __init__(self, book: CostBook, is_greedy: bool) -> None:
-        """``is_greedy``: of greedy rounds, or of sampled ones, because sampling takes longer than an argmax."""
+        """``is_greedy``: whether these are the costs of greedy rounds. Sampled ones take longer than an argmax."""
         self._book, self._is_greedy = book, is_greedy
         self._draft: dict[int, Line] = {}  # requests drafted for -> seconds of drafting
         self._ignored: set[tuple[str, int]] = set()  # costs whose first reading was ignored
@@ -292,7 +292,7 @@ class _PassTable:
         self._tables: dict[Key, dict[float, float]] = {}  # width -> seconds
         self._eager_tables: dict[Key, dict[float, float]] = {}  # the same for the eager passes that these replaced
         self._counts: dict[tuple[Key, float], int] = {}  # number of measurements of a width
-        self._anchors: dict[Key, float] = {}  # measured width to which the copied ones keep their ratios
+        self._anchors: dict[Key, float] = {}  # measured width by whose readings the copied costs are rescaled
 
     def renew(self) -> None:
         self._eager_tables = self._tables or self._eager_tables

@@ -8,8 +8,6 @@ on CPUs with AVX-512 VNNI.
 from __future__ import annotations
 
 import copy
-import ctypes
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
+from outrider.memory import return_freed_memory
 from outrider.runner import blocks, huge_pages, kernels
 from outrider.runner.checkpoints.weight import QuantizedWeight
 
@@ -360,14 +359,6 @@ def is_plain(model: nn.Module) -> bool:
     if getattr(model, "is_quantized", False) or getattr(model, "hf_device_map", None) is not None:
         return False
     return all(type(parameter.data) is Tensor for parameter in model.parameters())
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the system: glibc keeps the holes left by packing, more than half the model's size."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
 
 
 def is_plain_embedding(module: nn.Module) -> bool:

@@ -38,6 +38,7 @@ from outrider.runner.checkpoints import modelopt
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import headers, without_quantization
 from outrider.runner.checkpoints.weight import Format
+from outrider.runner.config import torch_dtype
 from outrider.types import OutriderError, dtype_name
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None,
     """Return an upper bound of the bytes in memory per byte of the checkpoint's files. ``dtype``: the requested, or "auto"."""
     quantization = quantization_of(config)
     stored = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
-    requested = _requested(dtype)
+    requested = torch_dtype(dtype)
     if quantization is None and requested is not None and isinstance(stored, torch.dtype):
         return float(requested.itemsize / stored.itemsize)
     if quantization is None or bits is not None:
@@ -61,12 +62,6 @@ def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None,
     if reader is not None:
         return reader.growth
     return 4 if method_of(quantization) == "mxfp4" else 1  # transformers' own quantiser makes 16 bits of 4
-
-
-def _requested(dtype: torch.dtype | str) -> torch.dtype | None:
-    """Return the dtype of an option; None for "auto"."""
-    found: torch.dtype | None = None if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return found
 
 
 def bytes_in_memory(source: str | Path, growth: float, reader: Format | None, dtype: torch.dtype | str) -> int:
@@ -77,7 +72,7 @@ def bytes_in_memory(source: str | Path, growth: float, reader: Format | None, dt
     """
     if reader is None:
         return round(growth * weight_bytes(source))
-    return reader.num_bytes(headers([str(file) for file in weight_files(source)]).values(), _requested(dtype))
+    return reader.num_bytes(headers([str(file) for file in weight_files(source)]).values(), torch_dtype(dtype))
 
 
 def refuse_too_large(source: str | Path, growth: float, reader: Format | None, dtype: torch.dtype | str) -> None:
@@ -303,7 +298,7 @@ def refuse_custom_code(source: str | Path, error: BaseException) -> None:
 
 
 def has_own_code(folder: Path) -> bool:
-    """Return whether the config or the tokenizer of a folder names Python code, which transformers then runs if it may."""
+    """Return whether the config or the tokenizer of a folder names Python code, which needs ``trust_remote_code``."""
     found = False
     for name in ("config.json", "tokenizer_config.json"):
         with suppress(OSError, ValueError, TypeError, RecursionError):  # none, or broken: reported when it is loaded

@@ -80,7 +80,7 @@ class ModelRunner:
     ) -> ModelRunner:
         """Load a model, or use a loaded one. Raises ``OutriderError`` if it is not supported.
 
-        ``form``: a form to which the caller rounds the weights; they are loaded so if they are stored in it.
+        ``form``: name of the caller's own rounding. Weights that the disk cache has in this form are loaded from it.
         """
         config = config or RunnerConfig()
         if isinstance(model, PreTrainedModel):

@@ -71,9 +71,10 @@ class PackedFile:
         if place.parent.name == "snapshots" and place.parents[1].name.startswith("models--"):
             place = place.parents[1]  # the repository of the download cache, whose commits follow one another
         family = _hash(str(place), str(form), str(dtype))
+        config = folder / "config.json"  # a GGUF file has none
         try:
             stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-            texts = [config.read_text() for config in (folder / "config.json",) if config.is_file()]
+            texts = [config.read_text()] if config.is_file() else []
         except OSError:  # a file was deleted in the meantime
             return None
         for code, names in ((Path(__file__).parent, CODE), (native.build.FOLDER, NATIVE_CODE)):

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from outrider.memory import return_freed_memory
 from outrider.runner import blocks
 from outrider.runner.checkpoints.stored import StoredLinear
 from outrider.runner.checkpoints.weight import QuantizedWeight
@@ -22,7 +23,6 @@ from outrider.runner.linear import (
     activation_of,
     fuse_siblings,
     is_plain_embedding,
-    return_freed_memory,
 )
 from outrider.runner.loading import decoder_of
 from outrider.types import OutriderError

@@ -2,8 +2,8 @@
 
 It finds architectures that Outrider would run incorrectly. One short sequence runs over the cache in every way that a request
 can (the prompt at once and in chunks, one token, several, again after a rollback, several requests in one pass); the logits
-must equal the model's own. That a model passed is stored in the disk cache, and it is checked again if its files, its config,
-Outrider's code, a library or the CPU changed.
+must equal the model's own. The disk cache stores that a model has passed. It is checked again if its files, its config,
+Outrider's code, a library or the CPU or GPU has changed.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def check_itself(
 
 
 def _key(model: PreTrainedModel, cache: KVCache, source: str | Path) -> str | None:
-    """Return the key under which it is stored that a model passed; None for small ones and for unreadable files."""
+    """Return the cache key of a passed self-check; None for small models and for unreadable files."""
     try:
         stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in weight_files(source)]
         if sum(size for _, size, _ in stats) < MIN_BYTES:
             return None
-        folders = Path(__file__).parent, native.build.FOLDER
-        code = [path.read_bytes() for each in folders for path in sorted(each.rglob("*")) if path.suffix in CODE]
+        files = [*Path(__file__).parent.glob("*/**/*"), *native.build.FOLDER.rglob("*")]  # ``code_of`` reads the runner's own
+        code = [path.read_bytes() for path in sorted(files) if path.suffix in CODE]
     except OSError:
         return None
     weights = [(name, each.shape, each.dtype) for name, each in (*model.named_parameters(), *model.named_buffers())]

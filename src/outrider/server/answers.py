@@ -337,7 +337,7 @@ class ItemAnswer(ChatAnswer):
         return events
 
     def _text_events(self, kind: str, text: str) -> list[dict[str, Any]]:
-        """Return the events that add text to an item of this kind, which may be empty."""
+        """Return the events that add a text, which may be empty, to an item of this kind."""
         raise NotImplementedError
 
     def _call_events(self, call: dict[str, Any]) -> list[dict[str, Any]]:

@@ -77,23 +77,24 @@ ANYONE = Client()
 
 
 def host_error(header: str | None, address: str, own_name: str) -> str | None:
-    """Return why a request without an API key is refused because of its header ``Host``, or None.
+    """Return the reason to refuse a request without an API key because of its header ``Host``, or None.
 
-    A page of a name that resolves to this machine (DNS rebinding) must not reach a server that listens on a loopback address.
-    A client without the header is no browser. ``own_name``: that the server was configured with.
+    A web page whose name resolves to this machine (DNS rebinding) must not reach a server on a loopback address. Requests
+    without the header are allowed: browsers always send it. ``address``: of the socket; ``own_name``: the value of ``--host``.
     """
-    if not header or not _is_loopback(address):
+    if not header or not is_loopback(address):
         return None
     try:
         name = urlsplit(f"//{header}").hostname or ""
     except ValueError:  # brackets without an address
         name = ""
-    if _is_loopback(name) or name == own_name.lower():
+    if is_loopback(name) or name == own_name.lower():
         return None
     return f"unknown host {shown(header)}: expected localhost or a loopback address; for other names set --host"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether a host is localhost or a loopback address."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

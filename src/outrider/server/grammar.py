@@ -156,19 +156,18 @@ class Grammars:
 
         Raises ``Busy`` if it does not fit yet, or ``OutriderError`` if it never would.
         """
-        num_free = self._max_bytes - num_bytes
-        if num_free < 0 or exceeds_share(client.queue_key, num_bytes, num_free):
+        if not self._fits(client, num_bytes, {}):
             raise schemas.unsupported("its grammar takes too much memory: simplify it")
         cached = sorted(self._kept, key=lambda key: self._kept[key].is_reused)
-        while not self._fits(client, num_bytes):
+        while not self._fits(client, num_bytes, self._in_memory):
             if not cached:
                 raise Busy(1)
             del self._kept[cached.pop(0)]
 
-    def _fits(self, client: Client, num_bytes: int) -> bool:
-        """Return whether a grammar fits in the memory of all, and in this client's share of it."""
+    def _fits(self, client: Client, num_bytes: int, in_memory: Mapping[TokenGrammar, str]) -> bool:
+        """Return whether a grammar fits beside those in memory, and in this client's share."""
         held = Counter({client.queue_key: num_bytes})
-        for grammar, queue_key in self._in_memory.items():
+        for grammar, queue_key in in_memory.items():
             held[queue_key] += grammar.num_bytes
         num_free = self._max_bytes - held.total()
         return num_free >= 0 and not exceeds_share(client.queue_key, held[client.queue_key], num_free)

@@ -26,16 +26,7 @@ from outrider.engine.prompts import check_takes_tools, template_of
 from outrider.engine.templates import THINKING_VARIABLES
 from outrider.runner.tokenizers import special_ids
 from outrider.server.calls import as_json, flat, json_values, name_and_arguments, plain_json, python_calls
-from outrider.server.formats import (
-    CALLS,
-    END_REASONING,
-    OPENINGS,
-    PREAMBLES,
-    REASONING,
-    THINKING,
-    Preamble,
-    form_of,
-)
+from outrider.server.formats import CALLS, END_REASONING, OPENINGS, PREAMBLES, REASONING, THINKING, Preamble, form_of
 from outrider.server.parameters import typed
 from outrider.server.protocol import ChatBody
 from outrider.types import OutriderError

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from ipaddress import ip_address
 from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +20,7 @@ import uvicorn
 from outrider.errors import OutriderError, without_path
 from outrider.server.app import create_app
 from outrider.server.bridge import EngineBridge
-from outrider.server.config import KeyRing, ServerConfig
+from outrider.server.config import KeyRing, ServerConfig, is_loopback
 from outrider.server.connection import QuietAccepting, TimedProtocol
 from outrider.server.gate import JsonLines
 
@@ -141,7 +140,7 @@ def serve(llm: LLM, config: ServerConfig, keys: KeyRing, listener: socket.socket
     """Serve until a signal arrives. The process should exit afterwards: it is forced to when ``shutdown_grace`` is over."""
     host, port = listener.getsockname()[:2]
     app = create_app(llm, config, keys, host)
-    if not ip_address(host).is_loopback and not len(keys):
+    if not is_loopback(host) and not len(keys):
         logger.warning("the server is reachable from other machines without an API key: set --api-keys")
     name = f"[{host}]" if ":" in host else host
     facts = {

@@ -48,12 +48,12 @@ Conversion = Callable[[Client], Coroutine[Any, Any, dict[str, Any]]]
 DONE = b"data: [DONE]\n\n"
 # ASCII, because some clients split the lines of a stream at characters such as U+2028, too.
 COMPACT = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-MAX_TOTAL_LOGPROBS = 1 << 22  # of a call, or as many as one context has: each takes about 100 bytes, and as many in the answer
+MAX_TOTAL_LOGPROBS = 1 << 22  # per call, unless a full context has more; each takes about 100 bytes, and again in the answer
 PING_INTERVAL = 15.0  # seconds without an event after which a stream gets a ping: proxies close silent connections
 NO_RETRY = {"x-should-retry": "false"}  # otherwise OpenAI's and Anthropic's clients send the request again
 
 
-def max_logprobs(max_len: int) -> int:
+def max_total_logprobs(max_len: int) -> int:
     """Return the limit of log-probabilities in a call: at least those of an answer as long as the context."""
     return max(MAX_TOTAL_LOGPROBS, max_len * (MAX_LOGPROBS + 1))
 
@@ -65,7 +65,7 @@ class Service:
         self.llm, self.config = llm, config
         self.bridge = EngineBridge(llm, config.max_queue, config.stream_interval)
         self.metrics = Metrics(self.bridge, config.name)
-        self._max_logprobs = max_logprobs(llm.runner.max_len)
+        self._max_total_logprobs = max_total_logprobs(llm.runner.max_len)
         self._tokens = TokenTexts(llm.tokenizer)
         self._replies = Replies(llm.tokenizer)
         # For slow work, and all work with the tokenizer, which is not thread-safe.
@@ -263,10 +263,10 @@ class Service:
         context = self.llm.runner.max_len
         lens = [min(params.max_tokens, context - len(each)) + (len(each) if scores_prompts else 0) for each in prompts]
         num_tokens = params.n * sum(lens)
-        if num_tokens * (params.logprobs + 1) > self._max_logprobs:
+        if num_tokens * (params.logprobs + 1) > self._max_total_logprobs:
             raise OutriderError(
                 f"too many log-probabilities: {num_tokens} tokens with {params.logprobs + 1} each: expected at most "
-                f"{self._max_logprobs} in a call: lower max_tokens, the number of sequences or of log-probabilities"
+                f"{self._max_total_logprobs} in a call: lower max_tokens, the number of sequences or of log-probabilities"
             )
 
     def _samples(

@@ -9,7 +9,6 @@ This module does not import torch; it imports transformers only for chat templat
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tokenizers import Tokenizer
 
 from outrider.errors import OutriderError
+from outrider.memory import return_freed_memory
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -108,22 +108,23 @@ class Workbench:
 
 def used_memory() -> int:
     """Return the resident bytes of this process, with glibc without those that were freed; 0 if ``/proc`` is not available."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0
+    return_freed_memory()
+    return _bytes_in_statm(1) or 0
 
 
 def limit_memory(num_bytes: int) -> None:
     """Limit this process to ``num_bytes`` more memory than it uses now. Does nothing if ``/proc`` is not available."""
+    held = _bytes_in_statm(0)
+    if held is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (held + num_bytes, held + num_bytes))
+
+
+def _bytes_in_statm(column: int) -> int | None:
+    """Return a size of this process, in bytes: 0 all its memory, 1 the resident part. None if ``/proc`` is not available."""
     try:
-        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[column]) * resource.getpagesize()
     except OSError:
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (held + num_bytes, held + num_bytes))
+        return None
 
 
 def limit_time(seconds: float) -> None:

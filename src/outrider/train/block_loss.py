@@ -106,7 +106,7 @@ class BlockLoss:
     def measure(self) -> dict[str, list[float]]:
         """Return the acceptance of each draft on held-out rows, after the true tokens before it.
 
-        Anchors at which an earlier draft is rejected count as well, so that it is lower than the acceptance of reached drafts.
+        Anchors at which an earlier draft is rejected count as well, so this acceptance is lower than that of reached drafts.
         ``greedy``: share of equal likeliest tokens; ``sampled``: acceptance probability at temperature 1.
         ``mean_acceptance_length``: expected tokens per pass of the target for blocks of all drafts, greedy and sampled.
         """

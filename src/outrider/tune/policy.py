@@ -218,7 +218,7 @@ class DraftLengthPolicy:
 
     def _observe_drafts(self, drafted_for: Sequence[int], context: Context, round_: Round, is_prefill: bool) -> None:
         """Learn from a round that drafted for these requests."""
-        batch, times, k = self._batch, round_.times, max(round_.proposed_depths) or round_.k
+        batch, times, k = self._batch, round_.times, round_.most_proposed or round_.k
         costs, plain, num_drafting = batch.costs, batch.plain, len(drafted_for)
         # Committed tokens before the round that the proposer had not been asked about.
         num_unseen = sum([self._num_before[b] - batch.tracks[b].num_seen for b in drafted_for])
@@ -228,7 +228,7 @@ class DraftLengthPolicy:
             catch_up = costs.record_catch_up(self._prefill_seconds + times.draft - step, num_unseen, plain or 0.0)
             self._prefill_seconds = 0.0
         if not is_prefill:
-            if any(round_.proposed_depths):
+            if round_.most_proposed:
                 costs.record_drafted_round(len(round_.depths), times.overhead, round_.first_layer, plain or inf)
             if num_unseen <= 0:  # otherwise the time includes catching up
                 costs.record_drafts(k, num_drafting, times.draft, plain or inf)
@@ -254,7 +254,7 @@ class DraftLengthPolicy:
         """Count the drafts that these requests got, and the accepted ones."""
         self._num_drafted += 1
         self._num_unchecked += 1
-        self._longest_so_far = max(self._longest_so_far, *round_.proposed_depths)
+        self._longest_so_far = max(self._longest_so_far, round_.most_proposed)
         for b in drafted_for:
             track = self._batch.tracks[b]
             track.num_seen = len(self._requests[b].token_ids)

@@ -40,7 +40,7 @@ class Budget:
         if batch.plain is None:
             return
         costs, cache_len = batch.costs, batch.context.cache_len
-        seconds = costs.round(round_.k, round_.lens, max(round_.proposed_depths), num_drafting, cache_len)
+        seconds = costs.round(round_.k, round_.lens, round_.most_proposed, num_drafting, cache_len)
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
         if round_.num_grammar is not None:  # these rows would also be scored without drafts

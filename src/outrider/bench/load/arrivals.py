@@ -21,7 +21,7 @@ class Load:
     """A number of clients, each of which waits for its answer before the next request; or arrivals at a fixed rate."""
 
     concurrency: int | None = None
-    rate: float | None = None  # mean number of items per second; arrivals are a Poisson process
+    rate: float | None = None  # mean number of conversations per second; arrivals are a Poisson process
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):

@@ -22,6 +22,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
 from outrider import native
 from outrider.memory import require_memory
+from outrider.runner.config import torch_dtype
 from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weights_of
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import FACTORS, Array
@@ -46,11 +47,11 @@ def load_weights(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, d
     names = file.names(model)
     keeps = dtype == "auto" and native.serves(device)
     if file.is_quantized and not keeps:
-        to = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
+        to = torch_dtype(dtype) or torch.bfloat16
         why = "dtype was specified" if dtype != "auto" else "quantised weights need a CPU with Outrider's kernels"
         logger.warning("the weights of %s are dequantised to %s: %s", path, dtype_name(to), why)
     else:
-        to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
+        to = torch_dtype(dtype) or file.plain_dtype
     require_memory(file.num_bytes(None if keeps else to), f"the weights in {path} take", "choose a smaller model")
     _fill_buffers(model, file)
     read, places = partial(read_tensor, converter_undo(model.config, file)), _places(model, set(names.values()))
@@ -200,10 +201,6 @@ def read_tensor(undo: Callable[[Array, str], Array], tensor: FileTensor, in_bloc
             return torch.from_numpy(np.ascontiguousarray(undo(data, tensor.name)))
     rows = torch.from_numpy(np.array(undo(data, tensor.name), order="C"))
     return rows.view(torch.bfloat16) if kind == "BF16" else rows
-
-
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _set(model: PreTrainedModel, name: str, value: nn.Module | nn.Parameter) -> None:
