@@ -82,30 +82,18 @@ class Row:
 
 
 README_ROWS = (
+    Row("Qwen2.5-Coder-1.5B, `draft`", "qwen-humaneval", "draft", "auto"),
+    Row("Qwen2.5-Coder-1.5B, `draft`, temperature 0.8", "qwen-humaneval", "draft", "auto", 0.8),
+    Row("Qwen2.5-Coder-1.5B, JSON of six keys, no draft model", "grammar-qwen", "plain", "auto", workload="record"),
     Row("1B, `draft`", "1b-humaneval", "draft", "auto"),
     Row("1B, `draft`, temperature 0.8", "1b-humaneval", "draft", "auto", 0.8),
     Row("1B, `mtp` (8 bits)", "1b-heads", "mtp:bits=8", "auto"),
     Row("1B, `eagle` (EAGLE-3, 8 bits)", "1b-heads", "eagle:bits=8", "auto"),
-    Row("1B, `eagle` (EAGLE-3, 8 bits), temperature 1", "1b-heads", "eagle:bits=8", "auto", 1.0),
-    Row("1B, `dflash` (8 bits)", "1b-heads", "dflash:bits=8", "auto"),
     Row("1B, `low-bit`", "1b-self", "low-bit", "auto"),
-    Row("1B, `early-exit`", "1b-self", "early-exit", "auto"),
     Row('1B, `suffix`, K = 15, "fill this JSON", one prompt', "1b-repeating", "suffix", 15, workload="json"),
     Row('1B, `suffix`, K = 15, "edit this file", one prompt', "1b-repeating", "suffix", 15, workload="edit"),
-    Row("embedded 13M, `draft`, K = 4", "family-humaneval", "draft", 4),
 )
-PUBLIC_ROWS = (  # models that others trained; measured on another machine
-    Row("Qwen2.5-Coder-1.5B-Instruct, `draft`", "qwen-humaneval", "draft", "auto"),
-    Row("Qwen2.5-Coder-1.5B-Instruct, `draft`, temperature 0.8", "qwen-humaneval", "draft", "auto", 0.8),
-    Row(
-        "Qwen2.5-Coder-1.5B-Instruct, JSON of six keys, no draft model (prompts included)",
-        "grammar-qwen",
-        "plain",
-        "auto",
-        workload="record",
-    ),
-)
-SERVED = "serve-qwen-llamacpp"  # the public models in llama.cpp's server and in Outrider's
+SERVED = "serve-qwen-llamacpp"  # Qwen2.5-Coder-1.5B in llama.cpp's server and in Outrider's
 
 
 def documents(folder: Path) -> dict[str, Document]:
@@ -178,16 +166,19 @@ def serve_table(document: Document) -> str:
     """Return a table of each load with and without drafts, or of two engines."""
     owners = [document["servers"].get(mode, {}).get("owned_by") for mode in ("plain", "speculative")]
     columns = [f"{each} tok/s" for each in owners] if owners[0] != owners[1] else COLUMNS[:2]
+    return table(["clients", *columns, *COLUMNS[2:]], [[load, *both.columns()] for load, both in served(document).items()])
+
+
+def served(document: Document) -> dict[str, Speeds]:
+    """Return load -> speeds of the loads that were measured in both modes."""
     loads: dict[str, dict[str, Cell]] = {}
     for cell in document["cells"]:
         loads.setdefault(cell["load"], {})[cell["mode"]] = cell
-    rows = []
-    for load, modes in loads.items():
-        if {"plain", "speculative"} <= modes.keys():
-            plain, drafted = modes["plain"], modes["speculative"]
-            both = Speeds(plain["tok_s"], drafted["tok_s"], paired_interval(plain["repeat_tok_s"], drafted["repeat_tok_s"]))
-            rows.append([load, *both.columns()])
-    return table(["clients", *columns, *COLUMNS[2:]], rows)
+    both = {load: (modes["plain"], modes["speculative"]) for load, modes in loads.items() if len(modes) == 2}
+    return {
+        load: Speeds(a["tok_s"], b["tok_s"], paired_interval(a["repeat_tok_s"], b["repeat_tok_s"]))
+        for load, (a, b) in both.items()
+    }
 
 
 def peers_table(document: Document) -> str:
@@ -386,19 +377,21 @@ def page(found: Mapping[str, Document]) -> str:
 
 
 def readme_table(found: Mapping[str, Document], rows: Sequence[Row] = README_ROWS) -> str:
-    """Return a table of README. Raises ``ValueError`` if rows have no cell or come from several machines."""
-    where = origin(found, [row.file for row in rows])
-    lines = [[row.what, *speeds_of(found[row.file], row).columns()] for row in rows]
-    return f"{table(['model, method', *COLUMNS], lines)}\n\n{where}"
-
-
-def origin(found: Mapping[str, Document], names: Sequence[str]) -> str:
-    """Return the processor and the files of a table of README. Raises ``ValueError`` for files of several machines."""
-    machines = {processor(found[name]) for name in names}
+    """Return the table of README. Raises ``ValueError`` if rows have no cell or come from several machines."""
+    machines = {processor(found[row.file]) for row in rows}
     if len(machines) != 1 or None in machines:
-        raise ValueError(f"a table of README has rows of several machines: {machines}")
-    files = ", ".join(dict.fromkeys(f"`{name}`" for name in names))
-    return f"Processor: {machines.pop()}. From {files} in [all results](docs/results.md)."
+        raise ValueError(f"the table of README has rows of several machines: {machines}")
+    lines = [[row.what, *speeds_of(found[row.file], row).columns()] for row in rows]
+    return f"{table(['model, method', *COLUMNS], lines)}\n\nProcessor: {machines.pop()}."
+
+
+def served_sentence(document: Document) -> str:
+    """Return the sentence of README that compares the servers of two engines at one and at four clients."""
+    one, four = (speeds.other / speeds.base for speeds in served(document).values())
+    return (
+        f"With the Qwen models `outrider serve` generates {one:.2f} times the tokens per second of llama.cpp's server for one "
+        f"client, {four:.2f} times for four; llama.cpp without the draft, which slows it down."
+    )
 
 
 def speeds_of(document: Document, row: Row) -> Speeds:
@@ -459,10 +452,9 @@ def main(check: bool) -> int:
     """Write both pages; with ``check``, print those that are out of date and return 1."""
     found = documents(ROOT / "results")
     readme = ROOT / "README.md"
-    tables = [readme_table(found), readme_table(found, PUBLIC_ROWS), serve_table(found[SERVED]), origin(found, [SERVED])]
     made = {
         ROOT / "docs" / "results.md": page(found),
-        readme: with_block(readme.read_text(encoding="utf-8"), "\n\n".join(tables)),
+        readme: with_block(readme.read_text(encoding="utf-8"), f"{readme_table(found)} {served_sentence(found[SERVED])}"),
     }
     stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if check:
