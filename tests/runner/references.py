@@ -22,14 +22,6 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tens
     return result.to(x.dtype)
 
 
-def linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """Compute ``linear`` for a weight of codes in fours, with rows of codes too."""
-    row_scales = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-    codes, weights = (x.float() / row_scales).round().double(), unpack_weight(packed, outputs).double()  # exact sums
-    result = functional.linear(codes, weights).float() * (scales[0, :outputs] * row_scales)
-    return (result if bias is None else result + bias.float()).to(x.dtype)
-
-
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -37,11 +29,9 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, activation: str) -> Tensor:
+def linear_gated(x: Tensor, packed: Tensor, activation: str) -> Tensor:
     """Compute activation(first N outputs) * remaining N outputs from x [..., inputs] and a packed weight of 2 N outputs."""
-    outputs = packed.shape[0] * PANEL
-    both = linear(x, packed, None, outputs) if scales is None else linear_scaled(x, packed, scales, None, outputs)
-    return gate_halves(both, activation)
+    return gate_halves(linear(x, packed, None, packed.shape[0] * PANEL), activation)
 
 
 def gate_halves(both: Tensor, activation: str) -> Tensor:

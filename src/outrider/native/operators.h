@@ -14,10 +14,7 @@ namespace outrider {
 
 // linear.cpp
 at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs);
-at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales, const std::optional<at::Tensor>& bias,
-                         int64_t outputs);
-at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales,
-                        std::string_view activation);
+at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation);
 at::Tensor gate_halves(const at::Tensor& both, std::string_view activation);
 at::Tensor activate(const at::Tensor& x, std::string_view activation);
 at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed);

@@ -31,8 +31,7 @@ def fuse_gates(program: ExportedProgram) -> int:
             if chain[-1].target is ops.linear_blocks.default:
                 node = graph.call_function(ops.linear_blocks_gated.default, (x, packed, activation, rest[-1]))
             else:
-                scales = rest[0] if chain[-1].target is ops.linear_scaled.default else None
-                node = graph.call_function(ops.linear_gated.default, (x, packed, scales, activation))
+                node = graph.call_function(ops.linear_gated.default, (x, packed, activation))
         node.meta.update(product.meta)
         product.replace_all_uses_with(node)
         for old in (product, *chain):
@@ -77,7 +76,7 @@ def _is_half(node: Any, index: int) -> bool:
 def _is_whole(layer: Any) -> bool:
     """Return whether a node is a linear layer without bias whose halves consist of whole panels."""
     target = getattr(layer, "target", None)
-    if target not in (ops.linear.default, ops.linear_scaled.default, ops.linear_blocks.default):
+    if target not in (ops.linear.default, ops.linear_blocks.default):
         return False
     bias, outputs = layer.args[2:4] if target is ops.linear_blocks.default else layer.args[-2:]
     return bias is None and outputs % (2 * kernels.PANEL) == 0

@@ -26,7 +26,6 @@ class PackedLinear(nn.Module):
     """Linear layer with a weight packed for ``outrider::linear`` or ``linear_blocks``; sums and output are float32."""
 
     packed: Tensor
-    scales: Tensor | None  # if the weight is quantised (see quantized.py)
     bias: Tensor | None
     order: Tensor | None
 
@@ -55,7 +54,6 @@ class PackedLinear(nn.Module):
                 packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, in_pairs)
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("scales", None, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
     @property
@@ -69,10 +67,8 @@ class PackedLinear(nn.Module):
         out: Tensor
         if blocks.is_blocks(self.packed):
             out = torch.ops.outrider.linear_blocks(x, self.packed, self.bias, self.out_features, blocks.activation_bits())
-        elif self.scales is None:
-            out = torch.ops.outrider.linear(x, self.packed, self.bias, self.out_features)
         else:
-            out = torch.ops.outrider.linear_scaled(x, self.packed, self.scales, self.bias, self.out_features)
+            out = torch.ops.outrider.linear(x, self.packed, self.bias, self.out_features)
         return out
 
 
