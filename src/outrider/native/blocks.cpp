@@ -122,47 +122,6 @@ struct Form {
   }
 };
 
-template <typename T>
-inline T read_at(const uint8_t* from, int64_t index) {
-  T found;
-  std::memcpy(&found, from + index * sizeof(T), sizeof(T));
-  return found;
-}
-
-// One of the 32 scales or offsets.
-inline float stored_at(const uint8_t* from, Numbers kind, int64_t output) {
-  switch (kind) {
-    case kBfloat16: return static_cast<float>(read_at<at::BFloat16>(from, output));
-    case kFloat16: return static_cast<float>(read_at<at::Half>(from, output));
-    case kFloat32: return read_at<float>(from, output);
-    case kZeros:
-    case kProducts: return static_cast<float>(read_at<int8_t>(from, output));
-    default: return 0.0f;
-  }
-}
-
-inline float number_at(const uint8_t* block, const Form& form, int64_t input, int64_t output) {
-  const auto byte_of = [&](int64_t word) { return block[(word * kPanel + output) * 4 + input % 4]; };
-  if (form.codes == kInt8) return static_cast<int8_t>(byte_of(input / 4));
-  const int64_t group = input / 16, pair = input / 8, half = input / 4 % 2;
-  if (form.codes != kInt6) return kTables[form.codes][byte_of(pair) >> 4 * half & 15];
-  const int low = byte_of(group * 3 + pair % 2) >> 4 * half & 15, upper = byte_of(group * 3 + 2) >> 2 * (input / 4 % 4) & 3;
-  return static_cast<float>((upper << 4 | low) + form.lowest);
-}
-
-// Decode one weight, in the order in which a checkpoint's reference does.
-inline float value_at(const Form& form, const Panel& panel, int64_t b, int64_t input, int64_t output) {
-  const uint8_t* block = panel.blocks + b * form.bytes;
-  const int64_t group = input * form.groups / kInputs;
-  const float number = number_at(block, form, input, output) * kUnits[form.codes];
-  float scale = stored_at(form.scales_of(block, group), form.scales, output);
-  if (form.scales == kProducts) scale *= stored_at(form.scale_bases(panel, b), kFloat16, output);
-  if (form.offsets == kNone) return scale * number;
-  float offset = stored_at(form.offsets_of(block, group), form.offsets, output);
-  if (form.offsets == kProducts) offset *= stored_at(form.offset_bases(panel, b), kFloat16, output);
-  return form.offsets == kZeros ? scale * (number - offset) : scale * number + offset;
-}
-
 // Rows of activations in the precision of the products, in tiles of `at_once` rows.
 struct Rows {
   int64_t blocks, at_once;
@@ -634,10 +593,6 @@ at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const Gate* gate
   return out;
 }
 
-void decode_row(const Form& form, const Panel& panel, int64_t output, int64_t inputs, float* out) {
-  for (int64_t k = 0; k < inputs; ++k) out[k] = value_at(form, panel, k / kInputs, k % kInputs, output);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------------
 // Packing
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -765,7 +720,7 @@ void columns_of_rows(const Number* rows, int64_t outputs, int64_t inputs, int64_
   }
 }
 
-// Weights of a block in a packed panel, see `round_panel`.
+// Weights of a block in a packed panel, see `round_panel`: decoded in the order in which a checkpoint's reference does.
 template <typename Bits>
 void columns_of_blocks(const Form& form, const Panel& panel, int64_t b, int v, vec* columns) {
   const uint8_t* block = panel.blocks + b * form.bytes;
@@ -781,7 +736,16 @@ void columns_of_blocks(const Form& form, const Panel& panel, int64_t b, int v, v
   }
 }
 
-inline uint64_t eight(const uint8_t* codes) { return read_at<uint64_t>(codes, 0); }
+using Columns = void (*)(const Form&, const Panel&, int64_t, int, vec*);
+Columns columns_for(const Form& form) {
+  return form.codes == kInt8 ? columns_of_blocks<Bits8> : form.codes == kInt6 ? columns_of_blocks<Bits6> : columns_of_blocks<Bits4>;
+}
+
+inline uint64_t eight(const uint8_t* codes) {
+  uint64_t found;
+  std::memcpy(&found, codes, sizeof found);
+  return found;
+}
 inline uint32_t pair_up(uint64_t codes) { return static_cast<uint32_t>((codes & 0x0f0f0f0f) | (codes >> 32 & 0x0f0f0f0f) << 4); }
 
 // Write 32 codes of an output into its words of a block.
@@ -925,10 +889,18 @@ at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, i
   auto shape = ids.sizes().vec();
   shape.push_back(inputs);
   at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
-  const uint8_t* panels = packed.const_data_ptr<uint8_t>();
+  const int64_t blocks = (inputs + kInputs - 1) / kInputs;
+  const Columns columns = columns_for(form);
   float* to = out.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < count; ++i)
-    decode_row(form, form.panel(panels, from[i] / kPanel, (inputs + kInputs - 1) / kInputs), from[i] % kPanel, inputs, to + i * inputs);
+  for (int64_t i = 0; i < count; ++i) {
+    const Panel panel = form.panel(packed.const_data_ptr<uint8_t>(), from[i] / kPanel, blocks);
+    const int64_t output = from[i] % kPanel;
+    for (int64_t b = 0; b < blocks; ++b) {
+      vec some[kInputs];
+      columns(form, panel, b, static_cast<int>(output / kLanes), some);
+      for (int64_t k = 0; k < std::min(kInputs, inputs - b * kInputs); ++k) to[i * inputs + b * kInputs + k] = some[k][output % kLanes];
+    }
+  }
   return out;
 }
 
@@ -977,7 +949,7 @@ void repack_blocks(const at::Tensor& packed, int64_t inputs, int64_t bits, at::T
     return by_number(packed.scalar_type(), [&](auto number) { repack_numbers<decltype(number)>(packed, inputs, bits, rounded); });
   const Form form = form_of(packed, inputs);
   const uint8_t* from = packed.const_data_ptr<uint8_t>();
-  const auto columns = form.codes == kInt8 ? columns_of_blocks<Bits8> : form.codes == kInt6 ? columns_of_blocks<Bits6> : columns_of_blocks<Bits4>;
+  const Columns columns = columns_for(form);
   round_panels(packed.size(0), inputs, bits, rounded, [&](int64_t p, const auto& round) {
     const Panel panel = form.panel(from, p, (inputs + kInputs - 1) / kInputs);
     round([&](int64_t b, int v, vec* out) { columns(form, panel, b, v, out); });
