@@ -557,7 +557,7 @@ Multiply for_bits(const Form& form, int64_t bits) {
 #if defined(OUTRIDER_BYTES)
   if (bits == 8) run = of_bytes(form);
 #endif
-  TORCH_CHECK(run, "linear_blocks: this CPU does not multiply activations of ", bits, " bits");
+  TORCH_CHECK(run, "linear: this CPU does not multiply activations of ", bits, " bits");
   return run;
 }
 
@@ -565,32 +565,17 @@ Multiply for_bits(const Form& form, int64_t bits) {
 Form form_of(const at::Tensor& packed, int64_t inputs) {
   TORCH_CHECK(packed.scalar_type() == at::kByte && packed.dim() == 2 && packed.is_contiguous() && packed.size(0) > 0 &&
                   packed.size(1) > kHeader,
-              "linear_blocks: weights ", packed.sizes(), " are not in blocks");
+              "linear: weights ", packed.sizes(), " are not in blocks");
   const uint8_t* header = packed.const_data_ptr<uint8_t>();
   TORCH_CHECK(header[0] < kNumCodes && header[1] > kNone && header[1] < kNumNumbers && header[1] != kZeros && header[2] < kNumNumbers && (header[3] == 1 || header[3] == 2),
-              "linear_blocks: weights ", packed.sizes(), " are in blocks of an unknown form");
+              "linear: weights ", packed.sizes(), " are in blocks of an unknown form");
   const Form form(header[0], header[1], header[2], header[3], static_cast<int8_t>(header[4]));
   const int64_t blocks = (packed.size(1) - kHeader) / (form.bytes + form.base_bytes / kSpan);
-  TORCH_CHECK(packed.size(1) == form.panel_bytes(blocks), "linear_blocks: weights ", packed.sizes(), " are not in blocks of ",
+  TORCH_CHECK(packed.size(1) == form.panel_bytes(blocks), "linear: weights ", packed.sizes(), " are not in blocks of ",
               form.bytes, " bytes");
-  TORCH_CHECK(blocks == (inputs + kInputs - 1) / kInputs, "linear_blocks: input of size ", inputs, ", weight for ", blocks, " blocks of ",
+  TORCH_CHECK(blocks == (inputs + kInputs - 1) / kInputs, "linear: input of size ", inputs, ", weight for ", blocks, " blocks of ",
               kInputs);
   return form;
-}
-
-// x [..., inputs], packed uint8 [panels, bytes] -> [..., panels * 32] or, with a gate, half as many; float32.
-at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const Gate* gate, int64_t activation_bits) {
-  const int64_t inputs = x.size(-1), panels = packed.size(0);
-  const Form form = form_of(packed, inputs);
-  const at::Tensor source = x.to(at::kFloat).contiguous();
-  auto shape = x.sizes().vec();
-  shape.back() = panels * kPanel / (gate ? Gate::panels : 1);
-  at::Tensor out = at::empty(shape, source.options());
-  const int64_t count = out.numel() / std::max<int64_t>(1, shape.back());
-  if (count > 0)
-    for_bits(form, activation_bits)(form, source.const_data_ptr<float>(), count, inputs, packed.const_data_ptr<uint8_t>(), panels, gate,
-                                    out.mutable_data_ptr<float>());
-  return out;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -863,45 +848,35 @@ int64_t block_activation_bits() {
 #endif
 }
 
-// x [..., inputs], packed uint8 [panels, bytes] -> [..., outputs] in x's type; outputs <= panels * 32.
-at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs,
-                         int64_t activation_bits) {
-  at::Tensor out = apply(x, packed, nullptr, activation_bits);
-  if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
-  if (bias.has_value()) out.add_(*bias);
-  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
-}
-
-// x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(first n) * remaining n.
-at::Tensor linear_blocks_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation, int64_t activation_bits) {
-  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_blocks_gated: ", packed.size(0), " panels: expected an even number (gates, then up projections)");
-  const Gate gate(activation);
-  const at::Tensor out = apply(x, packed, &gate, activation_bits);
-  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
-}
-
-// token_ids [...] -> [..., inputs] float32: rows of a weight in blocks.
-at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs) {
+// x [..., inputs], packed uint8 [panels, bytes] -> [..., panels * 32] or, with a gate, half as many; float32.
+at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const Gate* gate, int64_t activation_bits) {
+  const int64_t inputs = x.size(-1), panels = packed.size(0);
   const Form form = form_of(packed, inputs);
-  const at::Tensor ids = token_ids.contiguous();
-  const int64_t *from = ids.const_data_ptr<int64_t>(), count = ids.numel(), rows = packed.size(0) * kPanel;
-  for (int64_t i = 0; i < count; ++i) TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < rows, "embed: no token ", from[i]);
-  auto shape = ids.sizes().vec();
-  shape.push_back(inputs);
-  at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
+  const at::Tensor source = x.to(at::kFloat).contiguous();
+  auto shape = x.sizes().vec();
+  shape.back() = panels * kPanel / (gate ? Gate::panels : 1);
+  at::Tensor out = at::empty(shape, source.options());
+  const int64_t count = out.numel() / std::max<int64_t>(1, shape.back());
+  if (count > 0)
+    for_bits(form, activation_bits)(form, source.const_data_ptr<float>(), count, inputs, packed.const_data_ptr<uint8_t>(), panels, gate,
+                                    out.mutable_data_ptr<float>());
+  return out;
+}
+
+// out[count][inputs]: rows `ids` of a weight in blocks.
+void embed_blocks(const int64_t* ids, int64_t count, const at::Tensor& packed, int64_t inputs, float* out) {
+  const Form form = form_of(packed, inputs);
   const int64_t blocks = (inputs + kInputs - 1) / kInputs;
   const Columns columns = columns_for(form);
-  float* to = out.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < count; ++i) {
-    const Panel panel = form.panel(packed.const_data_ptr<uint8_t>(), from[i] / kPanel, blocks);
-    const int64_t output = from[i] % kPanel;
+  for (int64_t i = 0; i < count; ++i, out += inputs) {
+    const Panel panel = form.panel(packed.const_data_ptr<uint8_t>(), ids[i] / kPanel, blocks);
+    const int64_t output = ids[i] % kPanel;
     for (int64_t b = 0; b < blocks; ++b) {
       vec some[kInputs];
       columns(form, panel, b, static_cast<int>(output / kLanes), some);
-      for (int64_t k = 0; k < std::min(kInputs, inputs - b * kInputs); ++k) to[i * inputs + b * kInputs + k] = some[k][output % kLanes];
+      for (int64_t k = 0; k < std::min(kInputs, inputs - b * kInputs); ++k) out[b * kInputs + k] = some[k][output % kLanes];
     }
   }
-  return out;
 }
 
 // Put codes uint8 [outputs, inputs], each in a byte, and scales and offsets [outputs, groups] of `group` inputs each, in the types in which

@@ -190,6 +190,8 @@ void linear_rows(const Epilogue epilogue, const float* x, int64_t rows, int64_t 
 // A weight in pairs, [panels, inputs / 2, 32, 2]: two inputs of an output are adjacent.
 inline bool is_interleaved(const at::Tensor& packed) { return packed.dim() == 4; }
 inline int64_t together(const at::Tensor& packed) { return is_interleaved(packed) ? packed.size(3) : 1; }
+// A weight in blocks, see blocks.cpp.
+inline bool is_in_blocks(const at::Tensor& packed) { return packed.scalar_type() == at::kByte; }
 
 inline bool on_units(const at::Tensor& packed) { return is_interleaved(packed) && has_matrix_units(); }
 
@@ -250,6 +252,32 @@ inline void gate_rows(const Gate gate, const float* from, int64_t rows, int64_t 
   });
 }
 
+// x times a packed weight that is not in blocks -> [..., panels * 32] float32.
+at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed) {
+  Rows rows(x, packed, packed.size(0) * kPanel);
+  if (on_units(packed))
+    linear_on_units(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, rows.to());
+  else
+    linear_on_vectors(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, rows.to());
+  return rows.out;
+}
+
+// The same with a gate -> [..., panels * 16].
+at::Tensor multiply_gated(const at::Tensor& x, const at::Tensor& packed, const Gate gate) {
+  const int64_t half = packed.size(0) / 2 * kPanel;
+  Rows rows(x, packed, half);
+  if (on_units(packed)) {
+    linear_on_units(gate, rows.from(), rows.count, rows.inputs, packed, rows.to());
+  } else if (rows.count > kMaxRows) {
+    linear_on_vectors(gate, rows.from(), rows.count, rows.inputs, packed, rows.to());
+  } else {
+    const at::Tensor both = at::empty({rows.count, 2 * half}, rows.out.options());
+    linear_on_vectors(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, both.mutable_data_ptr<float>());
+    gate_rows(gate, both.const_data_ptr<float>(), rows.count, half, rows.to());
+  }
+  return rows.out;
+}
+
 template <typename Weight>
 void embed_rows(const int64_t* ids, int64_t count, const Weight* w, int64_t inputs, int64_t together, float* out) {
   for (int64_t i = 0; i < count; ++i) {  // `together` inputs of an output are adjacent
@@ -265,14 +293,10 @@ void embed_rows(const int64_t* ids, int64_t count, const Weight* w, int64_t inpu
 const std::array<RunPanels<Pair>, kMaxRows> kRunPairs = kRunPanels<Pair>;
 #endif
 
-// x [..., inputs] float32 or bfloat16, packed [panels, inputs, 32] or in pairs -> [..., outputs] in x's type; outputs <= panels * 32.
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs) {
-  Rows rows(x, packed, packed.size(0) * kPanel);
-  if (on_units(packed))
-    linear_on_units(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, rows.to());
-  else
-    linear_on_vectors(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, rows.to());
-  at::Tensor out = rows.out;
+// x [..., inputs] float32 or bfloat16, packed [panels, inputs, 32], in pairs or in blocks -> [..., outputs] in x's type; outputs <=
+// panels * 32. `activation_bits`: for weights in blocks.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs, int64_t activation_bits) {
+  at::Tensor out = is_in_blocks(packed) ? linear_blocks(x, packed, nullptr, activation_bits) : multiply(x, packed);
   if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
   if (bias.has_value()) out.add_(*bias);
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
@@ -280,21 +304,11 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
 
 // x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(first n) * remaining n. The intermediate result
 // stays in the caches, because writing and reading it takes long in wide passes.
-at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation) {
+at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation, int64_t activation_bits) {
   TORCH_CHECK(packed.size(0) % 2 == 0, "linear_gated: ", packed.size(0), " panels: expected an even number (gates, then up projections)");
-  const int64_t half = packed.size(0) / 2 * kPanel;
   const Gate gate(activation);
-  Rows rows(x, packed, half);
-  if (on_units(packed)) {
-    linear_on_units(gate, rows.from(), rows.count, rows.inputs, packed, rows.to());
-  } else if (rows.count > kMaxRows) {
-    linear_on_vectors(gate, rows.from(), rows.count, rows.inputs, packed, rows.to());
-  } else {
-    const at::Tensor both = at::empty({rows.count, 2 * half}, rows.out.options());
-    linear_on_vectors(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, both.mutable_data_ptr<float>());
-    gate_rows(gate, both.const_data_ptr<float>(), rows.count, half, rows.to());
-  }
-  return x.scalar_type() == at::kFloat ? rows.out : rows.out.to(x.scalar_type());
+  const at::Tensor out = is_in_blocks(packed) ? linear_blocks(x, packed, &gate, activation_bits) : multiply_gated(x, packed, gate);
+  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
 }
 
 // both [..., 2 n] -> [..., n] in its type: activation(first n) * remaining n.
@@ -340,15 +354,20 @@ at::Tensor activate(const at::Tensor& x, std::string_view activation) {
 }
 
 // token_ids [...] -> [..., inputs] float32: rows of a packed weight, for an embedding that is tied to the output head.
-at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed) {
+at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs) {
   const at::Tensor ids = token_ids.contiguous();
   const int64_t *from = ids.const_data_ptr<int64_t>(), count = ids.numel(), rows = packed.size(0) * kPanel;
   for (int64_t i = 0; i < count; ++i) TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < rows, "embed: no token ", from[i]);
   auto shape = ids.sizes().vec();
-  const int64_t side_by_side = together(packed), inputs = packed.size(1) * side_by_side;
   shape.push_back(inputs);
   at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
   float* to = out.mutable_data_ptr<float>();
+  if (is_in_blocks(packed)) {
+    embed_blocks(from, count, packed, inputs, to);
+    return out;
+  }
+  const int64_t side_by_side = together(packed);
+  TORCH_CHECK(inputs == packed.size(1) * side_by_side, "embed: ", inputs, " inputs, weight of ", packed.size(1) * side_by_side);
   by_number(packed.scalar_type(), [&](auto number) {
     embed_rows(from, count, packed.const_data_ptr<decltype(number)>(), inputs, side_by_side, to);
   });

@@ -14,9 +14,6 @@ TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear", linear);
   library.impl("linear_gated", linear_gated);
   library.impl("activate", activate);
-  library.impl("linear_blocks", linear_blocks);
-  library.impl("linear_blocks_gated", linear_blocks_gated);
-  library.impl("embed_blocks", embed_blocks);
   library.impl("embed", embed);
   library.impl("experts", experts);
   library.impl("attend", attend);

@@ -64,12 +64,6 @@ def is_interleaved(packed: Tensor) -> bool:
     return packed.dim() == 4
 
 
-def packed_shape(packed: Tensor) -> tuple[int, int, int]:
-    """Return panels, inputs and 32 of a packed weight, interleaved or not."""
-    panels, inputs, lanes = packed.shape[:3]
-    return panels, inputs * packed.shape[3] if is_interleaved(packed) else inputs, lanes
-
-
 def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
     """Unpack [panels, inputs, 32] or [panels, inputs / 2, 32, 2] to [outputs, inputs]."""
     return packed.transpose(1, 2).reshape(packed.shape[0] * PANEL, -1)[:outputs]
@@ -180,20 +174,20 @@ if find_spec("triton") is not None:  # it comes with torch for CUDA on Linux
     _library.impl("attend", _attend_on_gpu, "CUDA")
 
 # x [..., inputs] times a packed weight -> [..., outputs] in x's dtype; sums are float32. For a weight in pairs x is rounded to
-# bfloat16.
+# bfloat16; for one in blocks (blocks.py) and 8 activation bits to codes with a scale per block.
 define(
-    "linear(Tensor x, Tensor packed, Tensor? bias, int outputs)",
-    lambda x, packed, bias, outputs: x.new_empty(*x.shape[:-1], outputs),
+    "linear(Tensor x, Tensor packed, Tensor? bias, int outputs, int activation_bits)",
+    lambda x, packed, bias, outputs, activation_bits: x.new_empty(*x.shape[:-1], outputs),
 )
 # activation(first half of the outputs) * second half
 define(
-    "linear_gated(Tensor x, Tensor packed, str activation)",
+    "linear_gated(Tensor x, Tensor packed, str activation, int activation_bits)",
     lambda x, packed, *_: x.new_empty(*x.shape[:-1], len(packed) * PANEL // 2),
 )
 # activation(x), contiguous, in x's shape and dtype
 define("activate(Tensor x, str activation)", lambda x, _: torch.empty_like(x, memory_format=torch.contiguous_format))
-# rows [..., inputs] float32 of a packed weight for token_ids [...], for a tied embedding
+# rows [..., inputs] float32 of a packed weight for token_ids [...]
 define(
-    "embed(Tensor token_ids, Tensor packed)",
-    lambda token_ids, packed: packed.new_empty(*token_ids.shape, packed_shape(packed)[1], dtype=torch.float32),
+    "embed(Tensor token_ids, Tensor packed, int inputs)",
+    lambda token_ids, packed, inputs: packed.new_empty(*token_ids.shape, inputs, dtype=torch.float32),
 )
