@@ -155,7 +155,8 @@ def multiplies_own_weight(module: nn.Module) -> bool:
     is_matrix = isinstance(weight, nn.Parameter) and weight.dim() == 2
     if not is_matrix or isinstance(module, nn.Linear):
         return False
-    return OWN_PRODUCT.search(source_of(type(module).forward) or "") is not None
+    is_unique = [each.shape for each in module.parameters()].count(weight.shape) == 1  # ``_OwnProduct`` recognises shapes
+    return is_unique and OWN_PRODUCT.search(source_of(type(module).forward) or "") is not None
 
 
 def has_sigmoids(model: nn.Module) -> bool:
