@@ -11,7 +11,6 @@ from torch.nn import functional
 from outrider.runner.blocks import BLOCK, is_blocks, unpack
 from outrider.runner.kernels import PANEL, is_interleaved, unpack_weight
 
-
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,

@@ -152,8 +152,7 @@ def make_invariant(module: nn.Module) -> None:
 def multiplies_own_weight(module: nn.Module) -> bool:
     """Return whether the module, not a linear layer, multiplies a weight [outputs, inputs] with ``functional.linear``."""
     weight = getattr(module, "weight", None)
-    is_matrix = isinstance(weight, nn.Parameter) and weight.dim() == 2
-    if not is_matrix or isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
         return False
     is_unique = [each.shape for each in module.parameters()].count(weight.shape) == 1  # ``_OwnProduct`` recognises shapes
     return is_unique and OWN_PRODUCT.search(source_of(type(module).forward) or "") is not None
