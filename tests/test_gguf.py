@@ -65,10 +65,10 @@ def test_every_format_has_the_values_of_the_library(name):
     packed = codes.pack(torch.from_numpy(data), name)
     assert torch.equal(blocks.unpack(packed, 70, 512), expected)
     assert 8 * (packed[0].nbytes - blocks.HEADER) / (32 * 512) == codes.FORMATS[name].memory
-    assert torch.equal(torch.ops.outrider.embed_blocks(torch.arange(70), packed, 512), expected)
+    assert torch.equal(torch.ops.outrider.embed(torch.arange(70), packed, 512), expected)
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0))
     for bits, error in ((32, 1e-5), (blocks.activation_bits(), 0.02)):
-        found = torch.ops.outrider.linear_blocks(x, packed, None, 70, bits)
+        found = torch.ops.outrider.linear(x, packed, None, 70, bits)
         assert (found - x @ expected.T).norm() <= error * (x @ expected.T).norm()
 
 

@@ -8,27 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.runner.blocks import BLOCK, unpack
+from outrider.runner.blocks import BLOCK, is_blocks, unpack
 from outrider.runner.kernels import PANEL, is_interleaved, unpack_weight
-
-
-def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """Compute x [..., inputs] times packed [panels, inputs, 32] -> [..., outputs] in float32; the result has x's dtype.
-
-    For a paired weight x is rounded to bfloat16 first; sums are float32.
-    """
-    rows = x.bfloat16().float() if is_interleaved(packed) else x.float()
-    result = functional.linear(rows, unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
-    return result.to(x.dtype)
-
-
-def linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """Compute ``linear`` for a weight of codes in fours, with rows of codes too."""
-    row_scales = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-    codes, weights = (x.float() / row_scales).round().double(), unpack_weight(packed, outputs).double()  # exact sums
-    result = functional.linear(codes, weights).float() * (scales[0, :outputs] * row_scales)
-    return (result if bias is None else result + bias.float()).to(x.dtype)
-
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -37,22 +18,15 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, activation: str) -> Tensor:
+def linear_gated(x: Tensor, packed: Tensor, activation: str, activation_bits: int) -> Tensor:
     """Compute activation(first N outputs) * remaining N outputs from x [..., inputs] and a packed weight of 2 N outputs."""
-    outputs = packed.shape[0] * PANEL
-    both = linear(x, packed, None, outputs) if scales is None else linear_scaled(x, packed, scales, None, outputs)
-    return gate_halves(both, activation)
+    return gate_halves(linear(x, packed, None, packed.shape[0] * PANEL, activation_bits), activation)
 
 
 def gate_halves(both: Tensor, activation: str) -> Tensor:
     """Compute activation(first half) * second half of both [..., 2 N] -> [..., N]."""
     gate, up = both.float().chunk(2, -1)
     return (GATES[activation](gate) * up).to(both.dtype)
-
-
-def embed(token_ids: Tensor, packed: Tensor) -> Tensor:
-    """Return rows [..., inputs] float32 of a packed weight for token_ids [...], for a tied embedding."""
-    return packed[token_ids // PANEL, :, token_ids % PANEL].flatten(token_ids.dim()).float()
 
 
 def round_activations(x: Tensor, bits: int) -> Tensor:
@@ -67,14 +41,22 @@ def round_activations(x: Tensor, bits: int) -> Tensor:
     return rounded.flatten(-2)[..., :inputs]
 
 
-def linear_blocks(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, activation_bits: int) -> Tensor:
-    """Compute x [..., inputs] times a weight in blocks -> [..., outputs] in x's dtype; sums are float32."""
-    weight = unpack(packed, outputs, x.shape[-1])
-    return functional.linear(round_activations(x, activation_bits), weight, None if bias is None else bias.float()).to(x.dtype)
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, activation_bits: int) -> Tensor:
+    """Compute x [..., inputs] times a packed weight -> [..., outputs] in x's dtype; sums are float32.
+
+    For a paired weight x is rounded to bfloat16 first, for one in blocks to ``activation_bits`` bits.
+    """
+    if is_blocks(packed):
+        rows, weight = round_activations(x, activation_bits), unpack(packed, outputs, x.shape[-1])
+    else:
+        rows, weight = (x.bfloat16() if is_interleaved(packed) else x).float(), unpack_weight(packed, outputs).float()
+    return functional.linear(rows, weight, None if bias is None else bias.float()).to(x.dtype)
 
 
-def embed_blocks(token_ids: Tensor, packed: Tensor, inputs: int) -> Tensor:
-    """Return rows [..., inputs] float32 of a weight in blocks for token_ids [...]."""
+def embed(token_ids: Tensor, packed: Tensor, inputs: int) -> Tensor:
+    """Return rows [..., inputs] float32 of a packed weight for token_ids [...]."""
+    if not is_blocks(packed):
+        return packed[token_ids // PANEL, :, token_ids % PANEL].flatten(token_ids.dim()).float()
     rows = unpack(packed[(token_ids // PANEL).flatten()], token_ids.numel() * PANEL, inputs).view(-1, PANEL, inputs)
     picked = rows[torch.arange(token_ids.numel(), device=token_ids.device), (token_ids % PANEL).flatten()]
     return picked.view(*token_ids.shape, inputs)

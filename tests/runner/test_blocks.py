@@ -22,7 +22,7 @@ def supported():
     found = []
     for bits in (8, 32):
         try:
-            torch.ops.outrider.linear_blocks(torch.ones(1, 32), packed, None, 32, bits)
+            torch.ops.outrider.linear(torch.ones(1, 32), packed, None, 32, bits)
         except RuntimeError as error:
             assert "does not multiply activations" in str(error)
         else:
@@ -78,7 +78,7 @@ def test_nan_activations_give_nan_outputs(place, bits, precision):
     packed = coded(40, 70, 6, 32, "middle", torch.float16)[0] if bits == 6 else blocks.pack(torch.randn(40, 70), bits)
     x = torch.randn(3, 70)
     x[1, place] = torch.nan
-    out = torch.ops.outrider.linear_blocks(x, packed, None, 40, precision)
+    out = torch.ops.outrider.linear(x, packed, None, 40, precision)
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
 
@@ -90,15 +90,15 @@ def test_the_operator_equals_the_exact_product(outputs, inputs, bits, precision)
     packed = blocks.pack(torch.randn(outputs, inputs), bits)
     x, bias = torch.randn(2, 20, inputs), torch.randn(outputs)
     x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]  # each row has its own scale
-    got = torch.ops.outrider.linear_blocks(x, packed, bias, outputs, precision)
+    got = torch.ops.outrider.linear(x, packed, bias, outputs, precision)
     weight = blocks.unpack(packed, outputs, inputs).double()
     exact = references.round_activations(x, precision).double() @ weight.T + bias.double()
     size = (x.double().abs() @ weight.abs().T).clamp_min(1)
     assert ((got.double() - exact).abs() <= 1e-5 * size).all()
-    reference = references.linear_blocks(x, packed, bias, outputs, precision)
+    reference = references.linear(x, packed, bias, outputs, precision)
     assert ((reference.double() - exact).abs() <= 1e-5 * size).all()
-    assert torch.ops.outrider.linear_blocks(x[:, :0], packed, None, outputs, precision).shape == (2, 0, outputs)
-    assert torch.ops.outrider.linear_blocks(x.bfloat16(), packed, None, outputs, precision).dtype == torch.bfloat16
+    assert torch.ops.outrider.linear(x[:, :0], packed, None, outputs, precision).shape == (2, 0, outputs)
+    assert torch.ops.outrider.linear(x.bfloat16(), packed, None, outputs, precision).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("precision, error", [(8, 0.02), (32, 1e-6)])
@@ -113,7 +113,7 @@ def test_rounded_activations_are_close(precision, error):
 def test_a_row_has_the_same_bits_in_passes_of_any_width(outputs, inputs, bits, precision):
     torch.manual_seed(0)
     packed, x, bias = blocks.pack(torch.randn(outputs, inputs), bits), torch.randn(60, inputs), torch.randn(outputs)
-    multiply = torch.ops.outrider.linear_blocks
+    multiply = torch.ops.outrider.linear
     alone = torch.cat([multiply(row[None], packed, bias, outputs, precision) for row in x])
     for rows in range(1, 61):
         assert torch.equal(multiply(x[:rows], packed, bias, outputs, precision), alone[:rows]), rows
@@ -138,7 +138,7 @@ def test_the_largest_sums_of_integers_are_exact(kind, group):
     expected = x.double() @ (table[codes.long()].double() * blocks.UNITS.get(kind, 1)).T
     for precision in PRECISIONS:
         for rows in (1, 5, 12, 20):
-            got = torch.ops.outrider.linear_blocks(x[:rows], packed, None, 40, precision)
+            got = torch.ops.outrider.linear(x[:rows], packed, None, 40, precision)
             assert torch.equal(got.double(), expected[:rows]), (precision, rows)
 
 
@@ -146,21 +146,21 @@ def test_the_largest_sums_of_integers_are_exact(kind, group):
 def test_an_embedding_reads_the_rows_of_a_weight_in_blocks(bits):
     packed, ids = blocks.pack(torch.randn(70, 100), bits), torch.tensor([[3, 69, 0], [40, 3, 31]])
     expected = blocks.unpack(packed, 70, 100)[ids]
-    assert torch.equal(torch.ops.outrider.embed_blocks(ids, packed, 100), expected)
-    assert torch.equal(references.embed_blocks(ids, packed, 100), expected)
+    assert torch.equal(torch.ops.outrider.embed(ids, packed, 100), expected)
+    assert torch.equal(references.embed(ids, packed, 100), expected)
     with pytest.raises(IndexError, match="no token 96"):
-        torch.ops.outrider.embed_blocks(torch.tensor([96]), packed, 100)
+        torch.ops.outrider.embed(torch.tensor([96]), packed, 100)
 
 
 def test_unsupported_weights_and_inputs_of_another_size_are_rejected():
     packed = blocks.pack(torch.randn(64, 100), 8)
     with pytest.raises(RuntimeError, match="input of size 200, weight for 4 blocks of 32"):
-        torch.ops.outrider.linear_blocks(torch.randn(2, 200), packed, None, 64, 32)
+        torch.ops.outrider.linear(torch.randn(2, 200), packed, None, 64, 32)
     with pytest.raises(RuntimeError, match="are not in blocks of 1088 bytes"):
-        torch.ops.outrider.linear_blocks(torch.randn(2, 100), packed[..., :500].contiguous(), None, 64, 32)
+        torch.ops.outrider.linear(torch.randn(2, 100), packed[..., :500].contiguous(), None, 64, 32)
     packed[:, 0] = len(blocks.CODES)
     with pytest.raises(RuntimeError, match="are in blocks of an unknown form"):
-        torch.ops.outrider.linear_blocks(torch.randn(2, 100), packed, None, 64, 32)
+        torch.ops.outrider.linear(torch.randn(2, 100), packed, None, 64, 32)
 
 
 # Codes of a checkpoint: bits, inputs per scale, what is added to a code, and the dtype of scales.
@@ -225,9 +225,9 @@ def test_codes_of_a_checkpoint_keep_their_values_bit_for_bit(outputs, inputs, bi
     inputs = values.shape[1]
     assert torch.equal(blocks.unpack(packed, outputs, inputs), values)
     ids = torch.arange(outputs)
-    assert torch.equal(torch.ops.outrider.embed_blocks(ids, packed, inputs), values)
-    assert torch.equal(references.embed_blocks(ids, packed, inputs), values)
-    identity = torch.ops.outrider.linear_blocks(torch.eye(inputs), packed, None, outputs, 32)
+    assert torch.equal(torch.ops.outrider.embed(ids, packed, inputs), values)
+    assert torch.equal(references.embed(ids, packed, inputs), values)
+    identity = torch.ops.outrider.linear(torch.eye(inputs), packed, None, outputs, 32)
     assert torch.equal(identity, values.T)  # one product and zeros, which is exact in float32
     assert blocks.bits_of(packed) == (4 if bits <= 4 else 6 if bits <= 6 else 8)
     assert blocks.shape_of(packed) == (-(-outputs // 32) * 32, -(-inputs // 32) * 32)
@@ -263,12 +263,12 @@ def test_the_operator_computes_with_the_values_of_the_codes(bits, group, added, 
     packed, values = coded(97, 513, bits, group, added, dtype)
     x, bias = torch.randn(2, 20, values.shape[1]), torch.randn(97)
     x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]
-    got = torch.ops.outrider.linear_blocks(x, packed, bias, 97, precision)
+    got = torch.ops.outrider.linear(x, packed, bias, 97, precision)
     exact = references.round_activations(x, precision).double() @ values.double().T + bias.double()
     # Numbers and offsets are summed separately, so the error is relative to both.
     largest = values.abs() + (values.abs().amax(1, keepdim=True) if added in ("offsets", "zeros") else 0)
     assert ((got.double() - exact).abs() <= 1e-5 * (x.double().abs() @ largest.double().T).clamp_min(1)).all()
-    reference = references.linear_blocks(x, packed, bias, 97, precision)
+    reference = references.linear(x, packed, bias, 97, precision)
     assert ((reference.double() - exact).abs() <= 1e-5 * (x.double().abs() @ largest.double().T).clamp_min(1)).all()
 
 
@@ -276,7 +276,7 @@ def test_the_operator_computes_with_the_values_of_the_codes(bits, group, added, 
 @pytest.mark.parametrize("bits, group, added, dtype", EXACT)
 def test_a_row_of_exact_codes_has_the_same_bits_in_passes_of_any_width(bits, group, added, dtype, precision):
     packed, values = coded(97, 1100, bits, group, added, dtype)
-    x, multiply = torch.randn(40, values.shape[1]), torch.ops.outrider.linear_blocks
+    x, multiply = torch.randn(40, values.shape[1]), torch.ops.outrider.linear
     alone = torch.cat([multiply(row[None], packed, None, 97, precision) for row in x])
     for rows in (*range(1, 27), 40):
         assert torch.equal(multiply(x[:rows], packed, None, 97, precision), alone[:rows]), rows
@@ -292,7 +292,7 @@ def test_weights_that_are_no_numbers_stay_visible(bits, number):
     found = blocks.unpack(blocks.pack(weight, bits), 40, 96)
     assert found[3, 32:64].isnan().any()
     assert found[3, :32].isfinite().all() and found[:3].isfinite().all() and found[4:].isfinite().all()
-    out = torch.ops.outrider.linear_blocks(torch.randn(2, 96), blocks.pack(weight, bits), None, 40, PRECISIONS[0])
+    out = torch.ops.outrider.linear(torch.randn(2, 96), blocks.pack(weight, bits), None, 40, PRECISIONS[0])
     assert out[:, 3].isnan().all() and out[:, 4:].isfinite().all()
 
 
@@ -322,9 +322,9 @@ def test_codes_without_an_exact_representation_are_rejected():
 def test_gates_are_computed_with_their_layer(activation, bits, precision):
     packed = coded(192, 700, 6, 16, "middle", torch.float16)[0] if bits == 6 else blocks.pack(torch.randn(192, 700), bits)
     x = torch.randn(3, 11, 700) / (200 if bits == 6 else 8)
-    gated = torch.ops.outrider.linear_blocks_gated
+    gated = torch.ops.outrider.linear_gated
     got = gated(x, packed, activation, precision)
-    gate, up = torch.ops.outrider.linear_blocks(x, packed, None, 192, precision).double().chunk(2, -1)
+    gate, up = torch.ops.outrider.linear(x, packed, None, 192, precision).double().chunk(2, -1)
     torch.testing.assert_close(got.double(), references.GATES[activation](gate) * up, rtol=3e-6, atol=3e-5)
     for rows in (1, 6, 12, 13):  # the same bits in any pass
         assert torch.equal(gated(x.flatten(0, 1)[:rows], packed, activation, precision), got.flatten(0, 1)[:rows]), rows

@@ -12,7 +12,7 @@ from toy import outputs_of
 
 from outrider import LLM, SamplingParams, native
 from outrider.runner import ModelRunner, RunnerConfig, blocks, linear
-from outrider.runner.experts import ExpertLinears, PackedExperts
+from outrider.runner.experts import ExpertLinears, PackedExperts, multiplies_own_weight
 from outrider.types import OutriderError
 
 from .rounds import make_model, make_text, plain_logits, untouched
@@ -177,6 +177,22 @@ def test_sigmoids_in_eager_passes_are_not_promised() -> None:
     for kind, compile, promised in (("qwen2_moe", "never", False), ("qwen2_moe", "always", True), ("gpt_oss", "never", True)):
         runner = ModelRunner.load(untouched(model_of(kind)), RunnerConfig(compile=compile, self_check=False))
         assert runner.is_row_invariant is promised
+
+
+class TwoProducts(torch.nn.Module):
+    """A router that multiplies two weights of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = (torch.nn.Parameter(torch.randn(NUM, INPUTS)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight) + functional.linear(x, self.other)
+
+
+def test_a_router_with_two_weights_of_one_shape_keeps_its_values() -> None:
+    """The product with either was taken for the one with its own weight, and the self-check compares packed models only."""
+    assert not multiplies_own_weight(TwoProducts())
 
 
 def test_experts_that_do_not_begin_with_a_panel_stay_as_they_are() -> None:

@@ -9,54 +9,46 @@ from outrider import native
 from outrider.runner import ModelRunner, RunnerConfig, blocks, compiled, kernels
 from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
-from outrider.runner.quantized import quantize_in_fours, quantized_copy
+from outrider.runner.quantized import quantized_copy
 
 from . import references
 from .rounds import make_model, untouched
 from .test_architectures import small_config
 
 needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
-needs_fours = pytest.mark.skipif(not kernels.has_int8_products(), reason="neither matrix units (AMX) nor AVX-512 VNNI")
 needs_pairs = pytest.mark.skipif(not kernels.has_fast_bfloat16(), reason="neither matrix units (AMX) nor AVX-512 BF16")
-FORMS = [
-    *("float32", "float16", "bfloat16"),
-    *(pytest.param("pairs", marks=needs_pairs), pytest.param("fours", marks=needs_fours)),
-]
+FORMS = ["float32", "float16", "bfloat16", pytest.param("pairs", marks=needs_pairs)]
 
 
 def weight_in(form, weight):
-    """A packed weight and its scales, if it has any."""
-    if form == "fours":
-        return quantize_in_fours(kernels.pack_weight(weight))
     if form == "pairs":
-        return kernels.pack_weight(weight.bfloat16(), in_pairs=True), None
-    return kernels.pack_weight(weight.to(getattr(torch, form))), None
+        return kernels.pack_weight(weight.bfloat16(), in_pairs=True)
+    return kernels.pack_weight(weight.to(getattr(torch, form)))
 
 
 def operators(which):
-    """Return (linear, linear_scaled, linear_gated)."""
+    """Return (linear, linear_gated)."""
     if which == "kernel":
-        return torch.ops.outrider.linear, torch.ops.outrider.linear_scaled, torch.ops.outrider.linear_gated
-    return references.linear, references.linear_scaled, references.linear_gated
+        return torch.ops.outrider.linear, torch.ops.outrider.linear_gated
+    return references.linear, references.linear_gated
 
 
 @pytest.mark.parametrize("which", [pytest.param("kernel", marks=needs_kernels), "reference"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", references.GATES)
 def test_a_gated_layer_equals_activation_times_product(which, form, activation):
-    linear, linear_scaled, gated = operators(which)
+    linear, gated = operators(which)
     torch.manual_seed(1)
-    packed, scales = weight_in(form, torch.randn(192, 320) / 4)
+    packed = weight_in(form, torch.randn(192, 320) / 4)
     x = torch.randn(3, 20, 320)
     x[0, 0], x[0, 1] = 100 * x[0, 0], 0  # large gates, and gates at zero
-    both = linear(x, packed, None, 192) if scales is None else linear_scaled(x, packed, scales, None, 192)
-    gate, up = both.double().chunk(2, -1)
+    gate, up = linear(x, packed, None, 192, 32).double().chunk(2, -1)
     expected = references.GATES[activation](gate) * up
-    got = gated(x, packed, scales, activation)
+    got = gated(x, packed, activation, 32)
     assert got.dtype == torch.float32 and got.shape == (3, 20, 96)
     torch.testing.assert_close(got.double(), expected, rtol=3e-6, atol=3e-5)
-    assert gated(x[:, :0], packed, scales, activation).shape == (3, 0, 96)
-    assert gated(x.bfloat16(), packed, scales, activation).dtype == torch.bfloat16
+    assert gated(x[:, :0], packed, activation, 32).shape == (3, 0, 96)
+    assert gated(x.bfloat16(), packed, activation, 32).dtype == torch.bfloat16
 
 
 @needs_kernels
@@ -65,12 +57,12 @@ def test_a_gated_layer_equals_activation_times_product(which, form, activation):
 def test_a_gated_row_has_the_same_bits_in_passes_of_any_width(form, inputs):
     """For 100 rows and more, 6016 inputs are summed in parts, with intermediate sums in a separate buffer."""
     torch.manual_seed(inputs)
-    packed, scales = weight_in(form, torch.randn(128, inputs) / inputs**0.5)
+    packed = weight_in(form, torch.randn(128, inputs) / inputs**0.5)
     x, gated = torch.randn(600, inputs), torch.ops.outrider.linear_gated
-    together = gated(x, packed, scales, "silu")
+    together = gated(x, packed, "silu", 32)
     for rows in (1, 2, 12, 13, 16, 17, 31, 32, 33, 100, 257):
-        assert torch.equal(gated(x[:rows], packed, scales, "silu"), together[:rows]), rows
-        assert torch.equal(gated(x[600 - rows :], packed, scales, "silu"), together[600 - rows :]), rows
+        assert torch.equal(gated(x[:rows], packed, "silu", 32), together[:rows]), rows
+        assert torch.equal(gated(x[600 - rows :], packed, "silu", 32), together[600 - rows :]), rows
 
 
 @needs_kernels
@@ -96,13 +88,11 @@ def test_an_activation_of_any_shape_equals_torchs_and_does_not_depend_on_the_oth
 def test_invalid_gates_are_rejected():
     x, packed = torch.randn(2, 64), kernels.pack_weight(torch.randn(64, 64))
     with pytest.raises(RuntimeError, match="no activation relu"):
-        torch.ops.outrider.linear_gated(x, packed, None, "relu")
+        torch.ops.outrider.linear_gated(x, packed, "relu", 32)
     with pytest.raises(RuntimeError, match="no activation relu"):
         torch.ops.outrider.activate(x, "relu")
     with pytest.raises(RuntimeError, match="expected an even number"):
-        torch.ops.outrider.linear_gated(x, kernels.pack_weight(torch.randn(96, 64)), None, "silu")
-    with pytest.raises(RuntimeError, match="need scales"):
-        torch.ops.outrider.linear_gated(x, quantize_in_fours(packed)[0], None, "silu")
+        torch.ops.outrider.linear_gated(x, kernels.pack_weight(torch.randn(96, 64)), "silu", 32)
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -143,8 +133,8 @@ def test_a_copy_in_fewer_bits_computes_gates_in_one_operator_and_knows_its_arith
     program = compiled.export(Pass(quantized_copy(runner.model, 4), runner.cache, ()))
     assert fuse_gates(program) == 2
     ops, targets = torch.ops.outrider, [node.target for node in program.graph.nodes]
-    assert targets.count(ops.linear_blocks_gated.default) == 2 and ops.linear_blocks.default in targets
-    assert not {ops.linear.default, ops.linear_gated.default, ops.block_activation_bits.default} & set(targets)
+    assert targets.count(ops.linear_gated.default) == 2 and ops.linear.default in targets
+    assert ops.block_activation_bits.default not in targets
 
 
 def fused(config):

@@ -39,7 +39,7 @@ def threads() -> Iterator[int]:
 
 
 def times(weight: Tensor) -> Tensor:
-    result: Tensor = torch.ops.outrider.linear(ROWS, weight, None, 1000)
+    result: Tensor = torch.ops.outrider.linear(ROWS, weight, None, 1000, 32)
     return result
 
 

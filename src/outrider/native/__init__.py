@@ -38,7 +38,7 @@ def load() -> bool:
 
     Limits torch's threads to the cores that this process may use, unless ``OMP_NUM_THREADS`` is set.
     """
-    with _loading:  # two builds at the same time would end each other's compilers
+    with _loading:  # threads that load at the same time build the library once
         return _loaded()
 
 

@@ -1,5 +1,4 @@
-// Linear layers on a CPU's matrix units (AMX): bfloat16 weights times inputs rounded to bfloat16, summed in float32, or 8-bit
-// weights times inputs rounded to 8 bits, with a scale for each output and each row and exact sums: half of the bytes to read.
+// Linear layers on a CPU's matrix units (AMX): bfloat16 weights times inputs rounded to bfloat16, summed in float32.
 //
 // A tile instruction multiplies 16 rows x 64 bytes of inputs by as many inputs x 16 outputs in 16 cycles, so dozens of rows cost as
 // much as one: the time to read the weights. Batch-invariant like the other kernels: each sum is one chain of additions in the order
@@ -7,7 +6,7 @@
 
 #pragma once
 
-#if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
+#if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define OUTRIDER_AMX 1
 
 #include <immintrin.h>
@@ -17,9 +16,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
 #include "threads.h"
@@ -30,6 +27,7 @@ namespace outrider::amx {
 constexpr int64_t kSide = 16;                // rows, or outputs, of a tile
 constexpr int64_t kLine = 64;                // bytes of a row of a tile
 constexpr int64_t kTile = kSide * kLine;     // bytes of a tile
+constexpr int64_t kDeep = kLine / 2;         // inputs of a tile
 static_assert(kPanel == 2 * kSide);           // a panel is two tiles wide
 constexpr int64_t kAhead = 1024;             // prefetch distance of weights in bytes
 constexpr int64_t kSteps = 64;               // tiles of a panel's depth that fit the L2 cache while many rows use them
@@ -67,60 +65,13 @@ inline __m512i to_halves(const float* x) {
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + kSide), _mm512_loadu_ps(x)));
 }
 
-// Numbers as they are, rounded to bfloat16.
-struct Halves {
-  using Sum = float;
-  static constexpr int64_t kDeep = kLine / 2;  // inputs of a tile
-  float scale(const float*, int64_t) const { return 1.0f; }
-  // Convert kDeep inputs to a line.
-  __m512i line(const float* x, float) const { return to_halves(x); }
-  // Convert the sums of 32 outputs to values, in place.
-  void finish(float*, float, int64_t) const {}
-};
-
-// Codes from -127 to 127: rows are scaled by their largest number, weights by scales[outputs].
-struct Bytes {
-  using Sum = int32_t;
-  static constexpr int64_t kDeep = kLine;
-  const float* scales;
-  float scale(const float* x, int64_t inputs) const {
-    __m512 largest = _mm512_set1_ps(1e-30f);
-    __mmask16 nans = 0;  // maxima and integers drop them
-    for (int64_t k = 0; k < inputs; k += kSide) {
-      const __m512 some = _mm512_loadu_ps(x + k);
-      largest = _mm512_max_ps(largest, _mm512_abs_ps(some));
-      nans |= _mm512_cmp_ps_mask(some, some, _CMP_UNORD_Q);
-    }
-    return nans ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(largest) / 127.0f;
-  }
-  __m512i line(const float* x, float scale) const {
-    alignas(kLine) int8_t codes[kLine];
-    for (int64_t k = 0; k < kLine; k += kSide) {
-      const __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_loadu_ps(x + k), _mm512_set1_ps(scale)));
-      _mm_store_si128(reinterpret_cast<__m128i*>(codes + k), _mm512_cvtsepi32_epi8(whole));
-    }
-    return _mm512_load_si512(codes);
-  }
-  void finish(float* sums, float scale, int64_t output) const {
-    for (int64_t j = 0; j < kPanel; j += kSide) {
-      const __m512 whole = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums + j));
-      const __m512 each = _mm512_mul_ps(_mm512_loadu_ps(scales + output + j), _mm512_set1_ps(scale));
-      _mm512_storeu_ps(sums + j, _mm512_mul_ps(whole, each));
-    }
-  }
-};
-
-// Rows in the order in which tiles read them: [ceil(rows / 16)][inputs of a tile's][16][64 bytes], so that no two evict each other.
-// row_scales[rows]: the value of code 1 in each row.
-template <typename Form>
-void to_tiles(const Form form, const float* x, int64_t rows, int64_t inputs, uint8_t* tiles, float* row_scales) {
-  const int64_t row_bytes = inputs / Form::kDeep * kLine;
+// Rows, rounded, in the order in which tiles read them: [ceil(rows / 16)][inputs / 32][16][32], so that no two evict each other.
+inline void to_tiles(const float* x, int64_t rows, int64_t inputs, uint8_t* tiles) {
+  const int64_t row_bytes = inputs / kDeep * kLine;
   parallel_for(0, rows, std::max<int64_t>(1, 65536 / inputs), [&](int64_t from, int64_t to) {
     for (int64_t r = from; r < to; ++r) {
       uint8_t* into = tiles + r / kSide * kSide * row_bytes + r % kSide * kLine;
-      const float* at = x + r * inputs;
-      row_scales[r] = form.scale(at, inputs);
-      for (int64_t k = 0; k < inputs; k += Form::kDeep, into += kTile) _mm512_store_si512(into, form.line(at + k, row_scales[r]));
+      for (int64_t k = 0; k < inputs; k += kDeep, into += kTile) _mm512_store_si512(into, to_halves(x + r * inputs + k));
     }
   });
 }
@@ -139,16 +90,9 @@ struct Order {
 
 // sums[rows][32] = (its own, after step 0) + x . w over the tiles from `step` to `end`; rows: 16 + up to 16 where `two`, else up to 16.
 // x and w point to the first tile of these rows and this panel, `second` is from there to the next 16 rows; `fetch`: weights ahead.
-template <typename Form, bool two, bool fetch>
+template <bool two, bool fetch>
 inline void block(const uint8_t* x, int64_t second, const uint8_t* w, const Order order, int64_t step, int64_t end, float* sums,
                   int64_t stride) {
-// The intrinsics take only literal register numbers.
-#define OUTRIDER_ADD(into, rows, weights)                      \
-  if constexpr (std::is_same_v<typename Form::Sum, float>)     \
-    _tile_dpbf16ps(into, rows, weights);                       \
-  else                                                         \
-    _tile_dpbssd(into, rows, weights)
-  static_assert(sizeof(typename Form::Sum) == sizeof(float));  // sums are stored where results will be
   const int64_t bytes = stride * static_cast<int64_t>(sizeof(float));
   if (step > 0) {
     _tile_loadd(0, sums, bytes);
@@ -167,19 +111,18 @@ inline void block(const uint8_t* x, int64_t second, const uint8_t* w, const Orde
     _tile_loadd(4, rows, kLine);
     if (two) _tile_loadd(5, rows + second, kLine);
     _tile_loadd(6, weights, 2 * kLine);
-    OUTRIDER_ADD(0, 4, 6);
-    if (two) { OUTRIDER_ADD(2, 5, 6); }
+    _tile_dpbf16ps(0, 4, 6);
+    if (two) _tile_dpbf16ps(2, 5, 6);
     for (int i = 0; fetch && i < kTile; i += kLine) _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T0);
     _tile_loadd(6, weights + kLine, 2 * kLine);
-    OUTRIDER_ADD(1, 4, 6);
-    if (two) { OUTRIDER_ADD(3, 5, 6); }
+    _tile_dpbf16ps(1, 4, 6);
+    if (two) _tile_dpbf16ps(3, 5, 6);
     for (int i = kTile; fetch && i < 2 * kTile; i += kLine) _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T0);
   }
   _tile_stored(0, sums, bytes);
   _tile_stored(1, sums + kSide, bytes);
   if (two) _tile_stored(2, sums + kSide * stride, bytes);
   if (two) _tile_stored(3, sums + kSide * stride + kSide, bytes);
-#undef OUTRIDER_ADD
 }
 
 // Store 32 sums of one panel as results, or combine those of two panels with the epilogue. `past_caches`: with non-temporal stores. For a
@@ -197,16 +140,15 @@ inline void put(const Epilogue epilogue, const float* sums, const float* others,
 }
 
 // `linear` for at most kRows rows.
-template <typename Form, typename Epilogue>
-void some_rows(const Form form, const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const uint8_t* w, int64_t panels,
+template <typename Epilogue>
+void some_rows(const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const uint8_t* w, int64_t panels,
                float* out) {
-  const int64_t whole = (rows + kSide - 1) / kSide * kSide, depth = inputs / Form::kDeep;
+  const int64_t whole = (rows + kSide - 1) / kSide * kSide, depth = inputs / kDeep;
   const int64_t row_bytes = depth * kLine, panel_bytes = depth * 2 * kTile;
   const int64_t output_panels = panels / Epilogue::panels, stride = output_panels * kPanel;  // an output panel: 32 results
   const std::unique_ptr<Line[]> lines(new Line[whole * depth]);
-  const std::unique_ptr<float[]> row_scales(new float[rows]);
   uint8_t* tiles = lines[0].bytes;
-  to_tiles(form, x, rows, inputs, tiles, row_scales.get());
+  to_tiles(x, rows, inputs, tiles);
   const bool in_one = rows <= 2 * kSide;  // one block of rows: its sums stay in the registers
   const bool in_place = in_one && Epilogue::panels == 1;
   const int64_t steps = in_one ? depth : std::min(kSteps, depth);
@@ -231,16 +173,13 @@ void some_rows(const Form form, const Epilogue epilogue, const float* x, int64_t
             for (int64_t r = 0; r < rows; r += 2 * kSide) {
               const int64_t count = std::min(2 * kSide, rows - r), first = std::min(kSide, count);
               if (shaped != count) shape(first, count - first), shaped = count;
-              const auto run = count > kSide ? (r == 0 ? block<Form, true, true> : block<Form, true, false>)
-                                             : (r == 0 ? block<Form, false, true> : block<Form, false, false>);
+              const auto run = count > kSide ? (r == 0 ? block<true, true> : block<true, false>)
+                                             : (r == 0 ? block<false, true> : block<false, false>);
               run(tiles + r * row_bytes, kSide * row_bytes, w + panel * panel_bytes, order, step, std::min(till, step + steps),
                   sums + r * sums_stride, sums_stride);
             }
           }
-          for (int64_t r = 0; r < rows; ++r) {
-            if (till == depth) form.finish(sums + r * sums_stride, row_scales[r], panel * kPanel);
-            if (till < depth) std::copy_n(sums + r * kPanel, kPanel, wait + r * wait_stride);
-          }
+          for (int64_t r = 0; till < depth && r < rows; ++r) std::copy_n(sums + r * kPanel, kPanel, wait + r * wait_stride);
         }
         for (int64_t r = 0; !in_place && till == depth && r < rows; ++r) {
           const float* sums = kept.data() + r * kPanel;
@@ -253,13 +192,13 @@ void some_rows(const Form form, const Epilogue epilogue, const float* x, int64_t
   });
 }
 
-// x[rows][inputs] times w [panels][inputs / n][32 outputs][n] -> out[rows][panels / Epilogue::panels * 32], n numbers of the form being
-// four bytes. inputs: a multiple of Form::kDeep; out: at the beginning of a line.
-template <typename Form, typename Epilogue>
-void linear(const Form form, const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const void* w, int64_t panels,
+// x[rows][inputs] times w [panels][inputs / 2][32 outputs][2] -> out[rows][panels / Epilogue::panels * 32]. inputs: a multiple of kDeep;
+// out: at the beginning of a line.
+template <typename Epilogue>
+void linear(const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const void* w, int64_t panels,
             float* out) {
   for (int64_t r = 0; r < rows; r += kRows)
-    some_rows(form, epilogue, x + r * inputs, std::min(kRows, rows - r), inputs, static_cast<const uint8_t*>(w), panels,
+    some_rows(epilogue, x + r * inputs, std::min(kRows, rows - r), inputs, static_cast<const uint8_t*>(w), panels,
               out + r * panels / Epilogue::panels * kPanel);
 }
 

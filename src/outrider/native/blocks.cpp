@@ -122,47 +122,6 @@ struct Form {
   }
 };
 
-template <typename T>
-inline T read_at(const uint8_t* from, int64_t index) {
-  T found;
-  std::memcpy(&found, from + index * sizeof(T), sizeof(T));
-  return found;
-}
-
-// One of the 32 scales or offsets.
-inline float stored_at(const uint8_t* from, Numbers kind, int64_t output) {
-  switch (kind) {
-    case kBfloat16: return static_cast<float>(read_at<at::BFloat16>(from, output));
-    case kFloat16: return static_cast<float>(read_at<at::Half>(from, output));
-    case kFloat32: return read_at<float>(from, output);
-    case kZeros:
-    case kProducts: return static_cast<float>(read_at<int8_t>(from, output));
-    default: return 0.0f;
-  }
-}
-
-inline float number_at(const uint8_t* block, const Form& form, int64_t input, int64_t output) {
-  const auto byte_of = [&](int64_t word) { return block[(word * kPanel + output) * 4 + input % 4]; };
-  if (form.codes == kInt8) return static_cast<int8_t>(byte_of(input / 4));
-  const int64_t group = input / 16, pair = input / 8, half = input / 4 % 2;
-  if (form.codes != kInt6) return kTables[form.codes][byte_of(pair) >> 4 * half & 15];
-  const int low = byte_of(group * 3 + pair % 2) >> 4 * half & 15, upper = byte_of(group * 3 + 2) >> 2 * (input / 4 % 4) & 3;
-  return static_cast<float>((upper << 4 | low) + form.lowest);
-}
-
-// Decode one weight, in the order in which a checkpoint's reference does.
-inline float value_at(const Form& form, const Panel& panel, int64_t b, int64_t input, int64_t output) {
-  const uint8_t* block = panel.blocks + b * form.bytes;
-  const int64_t group = input * form.groups / kInputs;
-  const float number = number_at(block, form, input, output) * kUnits[form.codes];
-  float scale = stored_at(form.scales_of(block, group), form.scales, output);
-  if (form.scales == kProducts) scale *= stored_at(form.scale_bases(panel, b), kFloat16, output);
-  if (form.offsets == kNone) return scale * number;
-  float offset = stored_at(form.offsets_of(block, group), form.offsets, output);
-  if (form.offsets == kProducts) offset *= stored_at(form.offset_bases(panel, b), kFloat16, output);
-  return form.offsets == kZeros ? scale * (number - offset) : scale * number + offset;
-}
-
 // Rows of activations in the precision of the products, in tiles of `at_once` rows.
 struct Rows {
   int64_t blocks, at_once;
@@ -598,7 +557,7 @@ Multiply for_bits(const Form& form, int64_t bits) {
 #if defined(OUTRIDER_BYTES)
   if (bits == 8) run = of_bytes(form);
 #endif
-  TORCH_CHECK(run, "linear_blocks: this CPU does not multiply activations of ", bits, " bits");
+  TORCH_CHECK(run, "linear: this CPU does not multiply activations of ", bits, " bits");
   return run;
 }
 
@@ -606,36 +565,17 @@ Multiply for_bits(const Form& form, int64_t bits) {
 Form form_of(const at::Tensor& packed, int64_t inputs) {
   TORCH_CHECK(packed.scalar_type() == at::kByte && packed.dim() == 2 && packed.is_contiguous() && packed.size(0) > 0 &&
                   packed.size(1) > kHeader,
-              "linear_blocks: weights ", packed.sizes(), " are not in blocks");
+              "linear: weights ", packed.sizes(), " are not in blocks");
   const uint8_t* header = packed.const_data_ptr<uint8_t>();
   TORCH_CHECK(header[0] < kNumCodes && header[1] > kNone && header[1] < kNumNumbers && header[1] != kZeros && header[2] < kNumNumbers && (header[3] == 1 || header[3] == 2),
-              "linear_blocks: weights ", packed.sizes(), " are in blocks of an unknown form");
+              "linear: weights ", packed.sizes(), " are in blocks of an unknown form");
   const Form form(header[0], header[1], header[2], header[3], static_cast<int8_t>(header[4]));
   const int64_t blocks = (packed.size(1) - kHeader) / (form.bytes + form.base_bytes / kSpan);
-  TORCH_CHECK(packed.size(1) == form.panel_bytes(blocks), "linear_blocks: weights ", packed.sizes(), " are not in blocks of ",
+  TORCH_CHECK(packed.size(1) == form.panel_bytes(blocks), "linear: weights ", packed.sizes(), " are not in blocks of ",
               form.bytes, " bytes");
-  TORCH_CHECK(blocks == (inputs + kInputs - 1) / kInputs, "linear_blocks: input of size ", inputs, ", weight for ", blocks, " blocks of ",
+  TORCH_CHECK(blocks == (inputs + kInputs - 1) / kInputs, "linear: input of size ", inputs, ", weight for ", blocks, " blocks of ",
               kInputs);
   return form;
-}
-
-// x [..., inputs], packed uint8 [panels, bytes] -> [..., panels * 32] or, with a gate, half as many; float32.
-at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const Gate* gate, int64_t activation_bits) {
-  const int64_t inputs = x.size(-1), panels = packed.size(0);
-  const Form form = form_of(packed, inputs);
-  const at::Tensor source = x.to(at::kFloat).contiguous();
-  auto shape = x.sizes().vec();
-  shape.back() = panels * kPanel / (gate ? Gate::panels : 1);
-  at::Tensor out = at::empty(shape, source.options());
-  const int64_t count = out.numel() / std::max<int64_t>(1, shape.back());
-  if (count > 0)
-    for_bits(form, activation_bits)(form, source.const_data_ptr<float>(), count, inputs, packed.const_data_ptr<uint8_t>(), panels, gate,
-                                    out.mutable_data_ptr<float>());
-  return out;
-}
-
-void decode_row(const Form& form, const Panel& panel, int64_t output, int64_t inputs, float* out) {
-  for (int64_t k = 0; k < inputs; ++k) out[k] = value_at(form, panel, k / kInputs, k % kInputs, output);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -765,7 +705,7 @@ void columns_of_rows(const Number* rows, int64_t outputs, int64_t inputs, int64_
   }
 }
 
-// Weights of a block in a packed panel, see `round_panel`.
+// Weights of a block in a packed panel, see `round_panel`: decoded in the order in which a checkpoint's reference does.
 template <typename Bits>
 void columns_of_blocks(const Form& form, const Panel& panel, int64_t b, int v, vec* columns) {
   const uint8_t* block = panel.blocks + b * form.bytes;
@@ -781,7 +721,16 @@ void columns_of_blocks(const Form& form, const Panel& panel, int64_t b, int v, v
   }
 }
 
-inline uint64_t eight(const uint8_t* codes) { return read_at<uint64_t>(codes, 0); }
+using Columns = void (*)(const Form&, const Panel&, int64_t, int, vec*);
+Columns columns_for(const Form& form) {
+  return form.codes == kInt8 ? columns_of_blocks<Bits8> : form.codes == kInt6 ? columns_of_blocks<Bits6> : columns_of_blocks<Bits4>;
+}
+
+inline uint64_t eight(const uint8_t* codes) {
+  uint64_t found;
+  std::memcpy(&found, codes, sizeof found);
+  return found;
+}
 inline uint32_t pair_up(uint64_t codes) { return static_cast<uint32_t>((codes & 0x0f0f0f0f) | (codes >> 32 & 0x0f0f0f0f) << 4); }
 
 // Write 32 codes of an output into its words of a block.
@@ -899,37 +848,35 @@ int64_t block_activation_bits() {
 #endif
 }
 
-// x [..., inputs], packed uint8 [panels, bytes] -> [..., outputs] in x's type; outputs <= panels * 32.
-at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs,
-                         int64_t activation_bits) {
-  at::Tensor out = apply(x, packed, nullptr, activation_bits);
-  if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
-  if (bias.has_value()) out.add_(*bias);
-  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
-}
-
-// x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(first n) * remaining n.
-at::Tensor linear_blocks_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation, int64_t activation_bits) {
-  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_blocks_gated: ", packed.size(0), " panels: expected an even number (gates, then up projections)");
-  const Gate gate(activation);
-  const at::Tensor out = apply(x, packed, &gate, activation_bits);
-  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
-}
-
-// token_ids [...] -> [..., inputs] float32: rows of a weight in blocks.
-at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs) {
+// x [..., inputs], packed uint8 [panels, bytes] -> [..., panels * 32] or, with a gate, half as many; float32.
+at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const Gate* gate, int64_t activation_bits) {
+  const int64_t inputs = x.size(-1), panels = packed.size(0);
   const Form form = form_of(packed, inputs);
-  const at::Tensor ids = token_ids.contiguous();
-  const int64_t *from = ids.const_data_ptr<int64_t>(), count = ids.numel(), rows = packed.size(0) * kPanel;
-  for (int64_t i = 0; i < count; ++i) TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < rows, "embed: no token ", from[i]);
-  auto shape = ids.sizes().vec();
-  shape.push_back(inputs);
-  at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
-  const uint8_t* panels = packed.const_data_ptr<uint8_t>();
-  float* to = out.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < count; ++i)
-    decode_row(form, form.panel(panels, from[i] / kPanel, (inputs + kInputs - 1) / kInputs), from[i] % kPanel, inputs, to + i * inputs);
+  const at::Tensor source = x.to(at::kFloat).contiguous();
+  auto shape = x.sizes().vec();
+  shape.back() = panels * kPanel / (gate ? Gate::panels : 1);
+  at::Tensor out = at::empty(shape, source.options());
+  const int64_t count = out.numel() / std::max<int64_t>(1, shape.back());
+  if (count > 0)
+    for_bits(form, activation_bits)(form, source.const_data_ptr<float>(), count, inputs, packed.const_data_ptr<uint8_t>(), panels, gate,
+                                    out.mutable_data_ptr<float>());
   return out;
+}
+
+// out[count][inputs]: rows `ids` of a weight in blocks.
+void embed_blocks(const int64_t* ids, int64_t count, const at::Tensor& packed, int64_t inputs, float* out) {
+  const Form form = form_of(packed, inputs);
+  const int64_t blocks = (inputs + kInputs - 1) / kInputs;
+  const Columns columns = columns_for(form);
+  for (int64_t i = 0; i < count; ++i, out += inputs) {
+    const Panel panel = form.panel(packed.const_data_ptr<uint8_t>(), ids[i] / kPanel, blocks);
+    const int64_t output = ids[i] % kPanel;
+    for (int64_t b = 0; b < blocks; ++b) {
+      vec some[kInputs];
+      columns(form, panel, b, static_cast<int>(output / kLanes), some);
+      for (int64_t k = 0; k < std::min(kInputs, inputs - b * kInputs); ++k) out[b * kInputs + k] = some[k][output % kLanes];
+    }
+  }
 }
 
 // Put codes uint8 [outputs, inputs], each in a byte, and scales and offsets [outputs, groups] of `group` inputs each, in the types in which
@@ -977,7 +924,7 @@ void repack_blocks(const at::Tensor& packed, int64_t inputs, int64_t bits, at::T
     return by_number(packed.scalar_type(), [&](auto number) { repack_numbers<decltype(number)>(packed, inputs, bits, rounded); });
   const Form form = form_of(packed, inputs);
   const uint8_t* from = packed.const_data_ptr<uint8_t>();
-  const auto columns = form.codes == kInt8 ? columns_of_blocks<Bits8> : form.codes == kInt6 ? columns_of_blocks<Bits6> : columns_of_blocks<Bits4>;
+  const Columns columns = columns_for(form);
   round_panels(packed.size(0), inputs, bits, rounded, [&](int64_t p, const auto& round) {
     const Panel panel = form.panel(from, p, (inputs + kInputs - 1) / kInputs);
     round([&](int64_t b, int v, vec* out) { columns(form, panel, b, v, out); });

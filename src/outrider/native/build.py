@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import logging
 import os
@@ -10,14 +9,12 @@ import platform
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Event, Lock
 from time import monotonic, sleep
 from typing import IO
 
@@ -42,9 +39,6 @@ FLAGS = (
     *("-std=c++20", "-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fPIC", "-fvisibility=hidden"),
 )
-_running: dict[subprocess.Popen[bytes], IO[str]] = {}  # commands and their standard errors
-_lock = Lock()  # guards _running: the interpreter's exit and the thread that builds both change it
-_is_exiting = Event()
 
 
 def find_compiler() -> list[str] | None:
@@ -106,58 +100,38 @@ def _compiled(compiler: Sequence[str], folder: Path) -> Path:
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands in parallel, one per core. A failure, an interrupt or the end of this process ends all of them.
+    """Run commands in parallel, one per core. A failure or an interrupt ends those that run.
 
     No thread waits for a command: Python joins threads before it exits, and SIGTERM would wait for the compiler.
     """
-    waiting, deadline, program = list(commands), monotonic() + TIMEOUT, commands[0][0]
+    waiting, running, deadline = list(commands), dict[subprocess.Popen[bytes], IO[str]](), monotonic() + TIMEOUT
     environment = os.environ | {"LC_ALL": "C"}  # for `_cause`, messages in English
     with ExitStack() as files:
         try:
-            while waiting or _running:
-                with _lock:
-                    if _is_exiting.is_set():
-                        raise InterruptedError("this process ends")
-                    while waiting and len(_running) < num_cores():
-                        errors: IO[str] = files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-                        process = subprocess.Popen(
-                            waiting.pop(0), stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, env=environment
-                        )
-                        _running[process] = errors
-                    for process in [each for each in _running if each.poll() is not None]:
-                        errors = _running.pop(process)
-                        if process.returncode:
-                            errors.seek(0)
-                            cause = _cause(errors.read()) or f"{program} ended with exit code {process.returncode}"
-                            raise subprocess.SubprocessError(cause)
-                    if _running and monotonic() > deadline:
-                        raise subprocess.TimeoutExpired(next(iter(_running)).args, TIMEOUT)
+            while waiting or running:
+                while waiting and len(running) < num_cores():
+                    errors: IO[str] = files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+                    process = subprocess.Popen(waiting.pop(0), stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+                    running[process] = errors
+                for process in [each for each in running if each.poll() is not None]:
+                    errors = running.pop(process)
+                    if process.returncode:
+                        errors.seek(0)
+                        cause = _cause(errors.read()) or f"{commands[0][0]} ended with exit code {process.returncode}"
+                        raise subprocess.SubprocessError(cause)
+                if running and monotonic() > deadline:
+                    raise subprocess.TimeoutExpired(next(iter(running)).args, TIMEOUT)
                 sleep(POLL)
         finally:
-            _end()
+            for process in running:
+                process.kill()
+                process.wait()
 
 
 def _cause(messages: str) -> str:
     """Return a compiler's first error, without the lines about its includes and functions; else all messages."""
     error = re.search(r"^.+(:\d+:|: fatal) error: .+", messages, re.MULTILINE)
     return error.group() if error else messages.strip()
-
-
-def _end() -> None:
-    """Kill the commands that still run, with the programs that they started."""
-    with _lock:
-        while _running:
-            process, _ = _running.popitem()
-            with suppress(ProcessLookupError, PermissionError):  # macOS refuses signals to a group that has ended
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-@atexit.register
-def _exit() -> None:
-    """Kill the commands of a daemon thread, and prevent it from starting more."""
-    _is_exiting.set()
-    _end()
 
 
 def cpu_flags() -> str:

@@ -28,17 +28,11 @@ std::optional<at::Tensor> part(const std::optional<at::Tensor>& all, int64_t exp
   return all.has_value() ? std::optional(part(*all, expert, num_experts)) : std::nullopt;
 }
 
-at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t activation_bits) {
-  const int64_t outputs = packed.size(0) * kPanel;
-  const bool is_in_blocks = packed.scalar_type() == at::kByte;
-  return is_in_blocks ? linear_blocks(x, packed, bias, outputs, activation_bits) : linear(x, packed, bias, outputs);
-}
-
 }  // namespace
 
 // x [rows, inputs] -> [rows, outputs] in x's type: sum over j of shares[r][j] * down(inner(up(x[r]))) of expert chosen[r][j]. `inner` is
 // the activation; with `has_gate`, `up` has twice the inputs of `down` as outputs, and the activation of the first ones multiplies the
-// others. Weights are packed for `linear` or `linear_blocks`, all experts' panels one after the other; biases are [experts * outputs].
+// others. Weights are packed for `linear`, all experts' panels one after the other; biases are [experts * outputs].
 at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& down, const std::optional<at::Tensor>& up_bias,
                    const std::optional<at::Tensor>& down_bias, const at::Tensor& chosen, const at::Tensor& shares, int64_t num_experts,
                    std::string_view activation, bool has_gate, int64_t activation_bits) {
@@ -65,9 +59,10 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
     const at::Tensor collected = at::empty({count, inputs}, source.options());
     float* row = collected.mutable_data_ptr<float>();
     for (int64_t i = 0; i < count; ++i) std::memcpy(row + i * inputs, from + own[i] / each * inputs, inputs * sizeof(float));
-    const at::Tensor wide = multiply(collected, part(up, expert, num_experts), part(up_bias, expert, num_experts), activation_bits),
+    const at::Tensor wide = linear(collected, part(up, expert, num_experts), part(up_bias, expert, num_experts),
+                                   up.size(0) / num_experts * kPanel, activation_bits),
                      inner = has_gate ? gate_halves(wide, activation) : activate(wide, activation),
-                     result = multiply(inner, part(down, expert, num_experts), part(down_bias, expert, num_experts), activation_bits);
+                     result = linear(inner, part(down, expert, num_experts), part(down_bias, expert, num_experts), outputs, activation_bits);
     const float* found = result.const_data_ptr<float>();
     const int64_t vectors = outputs / kLanes;
     parallel_for(0, vectors, 8192 / count + 1, [&](int64_t begin, int64_t end) {

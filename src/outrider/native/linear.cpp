@@ -19,7 +19,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -87,7 +86,7 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
 #pragma GCC unroll 12
     for (int r = 0; r < rows; ++r) {
       float* to = out + r * out_stride + v * kLanes;
-      store(to, first ? acc[r][v] : add_sums<Weight>(load(to), acc[r][v]));
+      store(to, first ? acc[r][v] : load(to) + acc[r][v]);
     }
   }
 }
@@ -188,20 +187,18 @@ void linear_rows(const Epilogue epilogue, const float* x, int64_t rows, int64_t 
   });
 }
 
-// An interleaved weight, [panels, inputs / n, 32, n]: n inputs of an output are adjacent, two in bfloat16 or four in 8 bits.
+// A weight in pairs, [panels, inputs / 2, 32, 2]: two inputs of an output are adjacent.
 inline bool is_interleaved(const at::Tensor& packed) { return packed.dim() == 4; }
 inline int64_t together(const at::Tensor& packed) { return is_interleaved(packed) ? packed.size(3) : 1; }
+// A weight in blocks, see blocks.cpp.
+inline bool is_in_blocks(const at::Tensor& packed) { return packed.scalar_type() == at::kByte; }
 
 inline bool on_units(const at::Tensor& packed) { return is_interleaved(packed) && has_matrix_units(); }
 
 template <typename Epilogue>
-void linear_on_units(const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales,
-                     float* out) {
+void linear_on_units(const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, float* out) {
 #if defined(OUTRIDER_AMX)
-  if (packed.scalar_type() == at::kChar)
-    amx::linear(amx::Bytes{scales}, epilogue, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
-  else
-    amx::linear(amx::Halves{}, epilogue, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
+  amx::linear(epilogue, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
 #endif
 }
 
@@ -218,51 +215,8 @@ void linear_of_pairs(const Epilogue epilogue, const float* x, int64_t rows, int6
 #endif
 }
 
-// x[rows][inputs] as codes of 8 bits, a scale for each row, times codes in fours, a scale for each output. Codes of weights w enter as
-// w + 128, so that a row's sums exceed the result by 128 times the sum of its own codes.
-void linear_of_quads(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales, float* out) {
-#if defined(__AVX512VNNI__)
-  const at::Tensor codes = at::empty({rows, inputs / 4}, at::kFloat);  // four in each
-  float* to = codes.mutable_data_ptr<float>();
-  std::vector<float> row_scales(rows);
-  std::vector<int32_t> row_sums(rows);
-  parallel_for(0, rows, std::max<int64_t>(1, 65536 / inputs), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const float* row = x + r * inputs;
-      __m512 most = _mm512_set1_ps(1e-30f);
-      __mmask16 nans = 0;  // maxima and integers drop them
-      for (int64_t k = 0; k < inputs; k += kLanes) {
-        const __m512 some = _mm512_loadu_ps(row + k);
-        most = _mm512_max_ps(most, _mm512_abs_ps(some));
-        nans |= _mm512_cmp_ps_mask(some, some, _CMP_UNORD_Q);
-      }
-      row_scales[r] = nans ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(most) / 127.0f;
-      __m512i sum = _mm512_setzero_si512();
-      for (int64_t k = 0; k < inputs; k += kLanes) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_loadu_ps(row + k), _mm512_set1_ps(row_scales[r])));
-        sum = _mm512_add_epi32(sum, whole);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + (r * inputs + k) / 4), _mm512_cvtsepi32_epi8(whole));
-      }
-      row_sums[r] = _mm512_reduce_add_epi32(sum);
-    }
-  });
-  linear_rows(NoEpilogue{}, to, rows, inputs / 4, static_cast<const Quad*>(packed.const_data_ptr()), packed.size(0), out);
-  const int64_t vectors = packed.size(0) * 2;
-  parallel_for(0, rows * vectors, 4096, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t r = i / vectors;
-      const __m512i sums = _mm512_sub_epi32(_mm512_loadu_si512(out + i * kLanes), _mm512_set1_epi32(128 * row_sums[r]));
-      const __m512 each = _mm512_mul_ps(_mm512_loadu_ps(scales + i % vectors * kLanes), _mm512_set1_ps(row_scales[r]));
-      _mm512_storeu_ps(out + i * kLanes, _mm512_mul_ps(_mm512_cvtepi32_ps(sums), each));
-    }
-  });
-#endif
-}
-
 template <typename Epilogue>
-void linear_on_vectors(const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales,
-                       float* out) {
-  if (is_interleaved(packed) && scales) return linear_of_quads(x, rows, inputs, packed, scales, out);
+void linear_on_vectors(const Epilogue epilogue, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, float* out) {
   if (is_interleaved(packed)) return linear_of_pairs(epilogue, x, rows, inputs, packed, out);
   by_number(packed.scalar_type(), [&](auto number) {
     linear_rows(epilogue, x, rows, inputs, packed.const_data_ptr<decltype(number)>(), packed.size(0), out);
@@ -275,11 +229,9 @@ struct Rows {
   int64_t count, inputs;
   Rows(const at::Tensor& x, const at::Tensor& packed, int64_t width) : inputs(packed.size(1) * together(packed)) {
     TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
-    const bool is_taken = packed.scalar_type() == at::kBFloat16 ? packed.size(-1) == 2 && inputs % 32 == 0 && has_fast_bfloat16()
-                                                                : packed.scalar_type() == at::kChar && inputs % 64 == 0 && has_int8_products();
-    TORCH_CHECK(!is_interleaved(packed) || is_taken,
+    TORCH_CHECK(!is_interleaved(packed) || (packed.scalar_type() == at::kBFloat16 && packed.size(3) == 2 && inputs % 32 == 0 && has_fast_bfloat16()),
                 "linear: this processor does not multiply weights packed so: pairs of bfloat16 take AVX-512 BF16 or matrix units (AMX), "
-                "32 inputs at a time, fours of 8 bits AVX-512 VNNI or matrix units, 64 at a time");
+                "32 inputs at a time");
     source = x.to(at::kFloat).contiguous();
     count = source.numel() / std::max<int64_t>(1, inputs);
     auto shape = x.sizes().vec();
@@ -290,25 +242,6 @@ struct Rows {
   float* to() { return out.mutable_data_ptr<float>(); }
 };
 
-at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* scales, const std::optional<at::Tensor>& bias,
-                 int64_t outputs) {
-  Rows rows(x, packed, packed.size(0) * kPanel);
-  if (on_units(packed))
-    linear_on_units(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
-  else
-    linear_on_vectors(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
-  at::Tensor out = rows.out;
-  if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
-  if (bias.has_value()) out.add_(*bias);
-  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
-}
-
-void check_scales(const at::Tensor& packed, const at::Tensor& scales) {
-  TORCH_CHECK(is_interleaved(packed) && packed.scalar_type() == at::kChar && scales.is_contiguous() && scales.size(0) == 1 &&
-                  scales.size(1) == packed.size(0) * kPanel,
-              "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
-}
-
 // from [rows][2 * half] -> to [rows][half]; half is a multiple of a vector.
 inline void gate_rows(const Gate gate, const float* from, int64_t rows, int64_t half, float* to) {
   parallel_for(0, rows * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
@@ -317,6 +250,32 @@ inline void gate_rows(const Gate gate, const float* from, int64_t rows, int64_t 
       store(to + i * kLanes, gate(load(at), load(at + half)));
     }
   });
+}
+
+// x times a packed weight that is not in blocks -> [..., panels * 32] float32.
+at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed) {
+  Rows rows(x, packed, packed.size(0) * kPanel);
+  if (on_units(packed))
+    linear_on_units(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, rows.to());
+  else
+    linear_on_vectors(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, rows.to());
+  return rows.out;
+}
+
+// The same with a gate -> [..., panels * 16].
+at::Tensor multiply_gated(const at::Tensor& x, const at::Tensor& packed, const Gate gate) {
+  const int64_t half = packed.size(0) / 2 * kPanel;
+  Rows rows(x, packed, half);
+  if (on_units(packed)) {
+    linear_on_units(gate, rows.from(), rows.count, rows.inputs, packed, rows.to());
+  } else if (rows.count > kMaxRows) {
+    linear_on_vectors(gate, rows.from(), rows.count, rows.inputs, packed, rows.to());
+  } else {
+    const at::Tensor both = at::empty({rows.count, 2 * half}, rows.out.options());
+    linear_on_vectors(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, both.mutable_data_ptr<float>());
+    gate_rows(gate, both.const_data_ptr<float>(), rows.count, half, rows.to());
+  }
+  return rows.out;
 }
 
 template <typename Weight>
@@ -334,39 +293,22 @@ void embed_rows(const int64_t* ids, int64_t count, const Weight* w, int64_t inpu
 const std::array<RunPanels<Pair>, kMaxRows> kRunPairs = kRunPanels<Pair>;
 #endif
 
-// x [..., inputs] float32 or bfloat16, packed [panels, inputs, 32] or in pairs -> [..., outputs] in x's type; outputs <= panels * 32.
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs) {
-  TORCH_CHECK(packed.is_floating_point(), "linear: weights that are codes need scales");
-  return apply(x, packed, nullptr, bias, outputs);
-}
-
-// The same for codes of 8 bits in fours, int8 [panels, inputs / 4, 32, 4] with scales [1, panels * 32]; x is rounded to 8 bits, too.
-at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
-                         const std::optional<at::Tensor>& bias, int64_t outputs) {
-  check_scales(packed, scales);
-  return apply(x, packed, scales.const_data_ptr<float>(), bias, outputs);
+// x [..., inputs] float32 or bfloat16, packed [panels, inputs, 32], in pairs or in blocks -> [..., outputs] in x's type; outputs <=
+// panels * 32. `activation_bits`: for weights in blocks.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs, int64_t activation_bits) {
+  at::Tensor out = is_in_blocks(packed) ? linear_blocks(x, packed, nullptr, activation_bits) : multiply(x, packed);
+  if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
+  if (bias.has_value()) out.add_(*bias);
+  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
 }
 
 // x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(first n) * remaining n. The intermediate result
 // stays in the caches, because writing and reading it takes long in wide passes.
-at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales, std::string_view activation) {
+at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation, int64_t activation_bits) {
   TORCH_CHECK(packed.size(0) % 2 == 0, "linear_gated: ", packed.size(0), " panels: expected an even number (gates, then up projections)");
-  if (scales.has_value()) check_scales(packed, *scales);
-  else TORCH_CHECK(packed.is_floating_point(), "linear_gated: weights that are codes need scales");
-  const float* scale = scales.has_value() ? scales->const_data_ptr<float>() : nullptr;
-  const int64_t half = packed.size(0) / 2 * kPanel;
   const Gate gate(activation);
-  Rows rows(x, packed, half);
-  if (on_units(packed)) {
-    linear_on_units(gate, rows.from(), rows.count, rows.inputs, packed, scale, rows.to());
-  } else if (rows.count > kMaxRows && !scale) {
-    linear_on_vectors(gate, rows.from(), rows.count, rows.inputs, packed, scale, rows.to());
-  } else {
-    const at::Tensor both = at::empty({rows.count, 2 * half}, rows.out.options());
-    linear_on_vectors(NoEpilogue{}, rows.from(), rows.count, rows.inputs, packed, scale, both.mutable_data_ptr<float>());
-    gate_rows(gate, both.const_data_ptr<float>(), rows.count, half, rows.to());
-  }
-  return x.scalar_type() == at::kFloat ? rows.out : rows.out.to(x.scalar_type());
+  const at::Tensor out = is_in_blocks(packed) ? linear_blocks(x, packed, &gate, activation_bits) : multiply_gated(x, packed, gate);
+  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
 }
 
 // both [..., 2 n] -> [..., n] in its type: activation(first n) * remaining n.
@@ -412,15 +354,20 @@ at::Tensor activate(const at::Tensor& x, std::string_view activation) {
 }
 
 // token_ids [...] -> [..., inputs] float32: rows of a packed weight, for an embedding that is tied to the output head.
-at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed) {
+at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs) {
   const at::Tensor ids = token_ids.contiguous();
   const int64_t *from = ids.const_data_ptr<int64_t>(), count = ids.numel(), rows = packed.size(0) * kPanel;
   for (int64_t i = 0; i < count; ++i) TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < rows, "embed: no token ", from[i]);
   auto shape = ids.sizes().vec();
-  const int64_t side_by_side = together(packed), inputs = packed.size(1) * side_by_side;
   shape.push_back(inputs);
   at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
   float* to = out.mutable_data_ptr<float>();
+  if (is_in_blocks(packed)) {
+    embed_blocks(from, count, packed, inputs, to);
+    return out;
+  }
+  const int64_t side_by_side = together(packed);
+  TORCH_CHECK(inputs == packed.size(1) * side_by_side, "embed: ", inputs, " inputs, weight of ", packed.size(1) * side_by_side);
   by_number(packed.scalar_type(), [&](auto number) {
     embed_rows(from, count, packed.const_data_ptr<decltype(number)>(), inputs, side_by_side, to);
   });

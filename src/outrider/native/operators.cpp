@@ -12,12 +12,8 @@ namespace outrider {
 // recurrent layers have references there, which run without C++; layers are packed only where the C++ is loaded.
 TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear", linear);
-  library.impl("linear_scaled", linear_scaled);
   library.impl("linear_gated", linear_gated);
   library.impl("activate", activate);
-  library.impl("linear_blocks", linear_blocks);
-  library.impl("linear_blocks_gated", linear_blocks_gated);
-  library.impl("embed_blocks", embed_blocks);
   library.impl("embed", embed);
   library.impl("experts", experts);
   library.impl("attend", attend);
@@ -48,7 +44,6 @@ TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def("block_activation_bits() -> int", block_activation_bits);
   library.def("has_matrix_units() -> bool", has_matrix_units);
   library.def("has_fast_bfloat16() -> bool", has_fast_bfloat16);
-  library.def("has_int8_products() -> bool", has_int8_products);
   library.class_<Package>("Package")
       .def(torch::init<std::string>())
       .def("names", &Package::names)

@@ -12,22 +12,20 @@
 
 namespace outrider {
 
+struct Gate;
+
 // linear.cpp
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs);
-at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales, const std::optional<at::Tensor>& bias,
-                         int64_t outputs);
-at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales,
-                        std::string_view activation);
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs,
+                  int64_t activation_bits);
+at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation, int64_t activation_bits);
 at::Tensor gate_halves(const at::Tensor& both, std::string_view activation);
 at::Tensor activate(const at::Tensor& x, std::string_view activation);
-at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed);
+at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs);
 
 // blocks.cpp
 int64_t block_activation_bits();
-at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs,
-                         int64_t activation_bits);
-at::Tensor linear_blocks_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation, int64_t activation_bits);
-at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs);
+at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const Gate* gate, int64_t activation_bits);
+void embed_blocks(const int64_t* ids, int64_t count, const at::Tensor& packed, int64_t inputs, float* out);
 void fill_blocks(const at::Tensor& codes, const at::Tensor& scales, const std::optional<at::Tensor>& offsets, int64_t group, at::Tensor packed);
 void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed);
 void repack_blocks(const at::Tensor& packed, int64_t inputs, int64_t bits, at::Tensor rounded);

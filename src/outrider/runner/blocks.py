@@ -1,4 +1,4 @@
-"""Weights in blocks of 32 inputs x 32 outputs with codes of 8, 6 or 4 bits: the operators, and how weights are packed.
+"""Weights in blocks of 32 inputs x 32 outputs with codes of 8, 6 or 4 bits, and how weights are packed.
 
 A weight is scale * number(code) + offset, or scale * (number(code) - zero); 32 or 16 inputs of one output share a scale.
 ``Form`` describes the blocks of a weight. Two functions create them:
@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from outrider import native
 from outrider.runner import huge_pages
-from outrider.runner.kernels import PANEL, define, packed_shape
+from outrider.runner.kernels import PANEL
 from outrider.types import OutriderError
 
 BLOCK = 32  # inputs of an output in a block
@@ -245,8 +245,7 @@ def form_of(packed: Tensor) -> Form:
 def shape_of(packed: Tensor) -> tuple[int, int]:
     """Return the outputs of a packed weight, with their padding to a multiple of 32, and its inputs, in blocks padded too."""
     if not is_blocks(packed):
-        panels, inputs, lanes = packed_shape(packed)
-        return panels * lanes, inputs
+        return packed.shape[0] * PANEL, packed.shape[1:].numel() // PANEL
     form = form_of(packed)
     per_block = form.block_bytes + form.base_bytes * BLOCK // SPAN
     return packed.shape[0] * PANEL, (packed.shape[1] - HEADER) // per_block * BLOCK
@@ -296,21 +295,3 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
     else:
         values = numbers * scales + offsets
     return values.reshape(panels, blocks * BLOCK, PANEL).transpose(1, 2).reshape(-1, blocks * BLOCK)[:outputs, :inputs]
-
-
-# x [..., inputs] times a weight in blocks -> [..., outputs] in x's dtype; sums are float32. Inputs are rounded to codes with a
-# scale per block for 8 activation bits.
-define(
-    "linear_blocks(Tensor x, Tensor packed, Tensor? bias, int outputs, int activation_bits)",
-    lambda x, packed, bias, outputs, activation_bits: x.new_empty(*x.shape[:-1], outputs),
-)
-# activation(first half of the outputs) * second half
-define(
-    "linear_blocks_gated(Tensor x, Tensor packed, str activation, int activation_bits)",
-    lambda x, packed, *_: x.new_empty(*x.shape[:-1], len(packed) * PANEL // 2),
-)
-# rows [..., inputs] float32 for token_ids [...]
-define(
-    "embed_blocks(Tensor token_ids, Tensor packed, int inputs)",
-    lambda token_ids, packed, inputs: packed.new_empty(*token_ids.shape, inputs, dtype=torch.float32),
-)

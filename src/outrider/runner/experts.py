@@ -129,7 +129,7 @@ class _OwnProduct(TorchFunctionMode):
         if func is not functional.linear or len(args) < 2 or args[1].shape != self._shape:
             return func(*args, **kwargs)
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        return torch.ops.outrider.linear(args[0].float(), self._packed, bias, self._shape[0])
+        return torch.ops.outrider.linear(args[0].float(), self._packed, bias, self._shape[0], 32)
 
 
 def make_invariant(module: nn.Module) -> None:
@@ -152,10 +152,10 @@ def make_invariant(module: nn.Module) -> None:
 def multiplies_own_weight(module: nn.Module) -> bool:
     """Return whether the module, not a linear layer, multiplies a weight [outputs, inputs] with ``functional.linear``."""
     weight = getattr(module, "weight", None)
-    is_matrix = isinstance(weight, nn.Parameter) and weight.dim() == 2
-    if not is_matrix or isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
         return False
-    return OWN_PRODUCT.search(source_of(type(module).forward) or "") is not None
+    is_unique = [each.shape for each in module.parameters()].count(weight.shape) == 1  # ``_OwnProduct`` recognises shapes
+    return is_unique and OWN_PRODUCT.search(source_of(type(module).forward) or "") is not None
 
 
 def has_sigmoids(model: nn.Module) -> bool:
@@ -193,8 +193,7 @@ def source_of(code: Any) -> str | None:
 
 
 # x [T, H]: sum over j of shares [T, k] * down(inner(up(x))) of expert chosen [T, k], in x's dtype, where ``inner`` is the
-# activation, or its product with the other half of the outputs if there is a gate. Inputs are rounded as by
-# linear and linear_blocks.
+# activation, or its product with the other half of the outputs if there is a gate. Inputs are rounded as by linear.
 kernels.define(
     "experts(Tensor x, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor chosen, Tensor shares,"
     " int num_experts, str activation, bool has_gate, int activation_bits)",

@@ -27,12 +27,8 @@ def fuse_gates(program: ExportedProgram) -> int:
             continue
         activation, chain = fused
         with graph.inserting_before(product):
-            x, packed, *rest = chain[-1].args
-            if chain[-1].target is ops.linear_blocks.default:
-                node = graph.call_function(ops.linear_blocks_gated.default, (x, packed, activation, rest[-1]))
-            else:
-                scales = rest[0] if chain[-1].target is ops.linear_scaled.default else None
-                node = graph.call_function(ops.linear_gated.default, (x, packed, scales, activation))
+            x, packed, _, _, activation_bits = chain[-1].args
+            node = graph.call_function(ops.linear_gated.default, (x, packed, activation, activation_bits))
         node.meta.update(product.meta)
         product.replace_all_uses_with(node)
         for old in (product, *chain):
@@ -76,8 +72,7 @@ def _is_half(node: Any, index: int) -> bool:
 
 def _is_whole(layer: Any) -> bool:
     """Return whether a node is a linear layer without bias whose halves consist of whole panels."""
-    target = getattr(layer, "target", None)
-    if target not in (ops.linear.default, ops.linear_scaled.default, ops.linear_blocks.default):
+    if getattr(layer, "target", None) is not ops.linear.default:
         return False
-    bias, outputs = layer.args[2:4] if target is ops.linear_blocks.default else layer.args[-2:]
+    bias, outputs = layer.args[2:4]
     return bias is None and outputs % (2 * kernels.PANEL) == 0

@@ -19,7 +19,7 @@ from outrider import native
 from outrider.runner import huge_pages
 
 PANEL = 32  # adjacent outputs in a packed weight
-DEEP, DEEP_BYTES = 32, 64  # inputs per step of bfloat16 and of 8-bit products
+DEEP = 32  # inputs per step of bfloat16 products
 
 _library = torch.library.Library("outrider", "DEF")
 
@@ -41,20 +41,9 @@ def has_fast_bfloat16() -> bool:
     return native.load() and bool(torch.ops.outrider.has_fast_bfloat16())
 
 
-def has_int8_products() -> bool:
-    """Return whether this CPU has 8-bit dot products: AMX or AVX-512 VNNI."""
-    return native.load() and bool(torch.ops.outrider.has_int8_products())
-
-
 def can_use_bfloat16_products(weight: Tensor) -> bool:
     """Return whether a layer with this weight [outputs, inputs] multiplies in bfloat16."""
     return weight.is_cpu and weight.dtype == torch.bfloat16 and weight.shape[1] % DEEP == 0 and has_fast_bfloat16()
-
-
-def can_use_int8_products(packed: Tensor) -> bool:
-    """Return whether a layer with this packed weight can multiply in 8 bits."""
-    inputs = packed_shape(packed)[1]
-    return packed.is_cpu and inputs % DEEP_BYTES == 0 and inputs < 1 << 16 and has_int8_products()  # larger sums exceed 32 bits
 
 
 def pack_weight(weight: Tensor, in_pairs: bool = False) -> Tensor:
@@ -71,19 +60,8 @@ def pack_weight(weight: Tensor, in_pairs: bool = False) -> Tensor:
 
 
 def is_interleaved(packed: Tensor) -> bool:
-    """Return whether neighbouring inputs of an output are adjacent in a packed weight: two in bfloat16, or four in 8 bits."""
+    """Return whether neighbouring inputs of an output are adjacent in a packed weight: pairs in bfloat16."""
     return packed.dim() == 4
-
-
-def packed_shape(packed: Tensor) -> tuple[int, int, int]:
-    """Return panels, inputs and 32 of a packed weight, interleaved or not."""
-    panels, inputs, lanes = packed.shape[:3]
-    return panels, inputs * packed.shape[3] if is_interleaved(packed) else inputs, lanes
-
-
-def deinterleaved(packed: Tensor) -> Tensor:
-    """Return a packed weight, interleaved or not, as [panels, inputs, 32]."""
-    return packed.transpose(2, 3).flatten(1, 2) if is_interleaved(packed) else packed
 
 
 def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
@@ -196,24 +174,20 @@ if find_spec("triton") is not None:  # it comes with torch for CUDA on Linux
     _library.impl("attend", _attend_on_gpu, "CUDA")
 
 # x [..., inputs] times a packed weight -> [..., outputs] in x's dtype; sums are float32. For a weight in pairs x is rounded to
-# bfloat16, for one of codes in fours (linear_scaled) to 8 bits with a scale per row.
+# bfloat16; for one in blocks (blocks.py) and 8 activation bits to codes with a scale per block.
 define(
-    "linear(Tensor x, Tensor packed, Tensor? bias, int outputs)",
-    lambda x, packed, bias, outputs: x.new_empty(*x.shape[:-1], outputs),
-)
-define(
-    "linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs)",
-    lambda x, packed, scales, bias, outputs: x.new_empty(*x.shape[:-1], outputs),
+    "linear(Tensor x, Tensor packed, Tensor? bias, int outputs, int activation_bits)",
+    lambda x, packed, bias, outputs, activation_bits: x.new_empty(*x.shape[:-1], outputs),
 )
 # activation(first half of the outputs) * second half
 define(
-    "linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation)",
+    "linear_gated(Tensor x, Tensor packed, str activation, int activation_bits)",
     lambda x, packed, *_: x.new_empty(*x.shape[:-1], len(packed) * PANEL // 2),
 )
 # activation(x), contiguous, in x's shape and dtype
 define("activate(Tensor x, str activation)", lambda x, _: torch.empty_like(x, memory_format=torch.contiguous_format))
-# rows [..., inputs] float32 of a packed weight for token_ids [...], for a tied embedding
+# rows [..., inputs] float32 of a packed weight for token_ids [...]
 define(
-    "embed(Tensor token_ids, Tensor packed)",
-    lambda token_ids, packed: packed.new_empty(*token_ids.shape, packed_shape(packed)[1], dtype=torch.float32),
+    "embed(Tensor token_ids, Tensor packed, int inputs)",
+    lambda token_ids, packed, inputs: packed.new_empty(*token_ids.shape, inputs, dtype=torch.float32),
 )

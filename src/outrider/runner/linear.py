@@ -23,10 +23,9 @@ from outrider.runner.checkpoints.weight import QuantizedWeight
 
 
 class PackedLinear(nn.Module):
-    """Linear layer with a weight packed for ``outrider::linear`` or ``linear_blocks``; sums and output are float32."""
+    """Linear layer with a weight packed for ``outrider::linear``; sums and output are float32."""
 
     packed: Tensor
-    scales: Tensor | None  # if the weight is quantised (see quantized.py)
     bias: Tensor | None
     order: Tensor | None
 
@@ -55,7 +54,6 @@ class PackedLinear(nn.Module):
                 packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, in_pairs)
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("scales", None, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
     @property
@@ -66,13 +64,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., inputs] to [..., outputs]."""
         x = x if self.order is None else x.index_select(-1, self.order)
-        out: Tensor
-        if blocks.is_blocks(self.packed):
-            out = torch.ops.outrider.linear_blocks(x, self.packed, self.bias, self.out_features, blocks.activation_bits())
-        elif self.scales is None:
-            out = torch.ops.outrider.linear(x, self.packed, self.bias, self.out_features)
-        else:
-            out = torch.ops.outrider.linear_scaled(x, self.packed, self.scales, self.bias, self.out_features)
+        out: Tensor = torch.ops.outrider.linear(x, self.packed, self.bias, self.out_features, blocks.activation_bits())
         return out
 
 
@@ -119,11 +111,8 @@ class PackedEmbedding(nn.Module):
         return torch.full((), torch.nan, device=self.packed.device).expand(self.num_embeddings, self.embedding_dim)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        rows: Tensor  # from one operation: inductor would inline and repeat several per use
-        if blocks.is_blocks(self.packed):
-            rows = torch.ops.outrider.embed_blocks(token_ids, self.packed, self.embedding_dim)
-        else:
-            rows = torch.ops.outrider.embed(token_ids, self.packed)
+        # One operation: inductor would inline and repeat several per use.
+        rows: Tensor = torch.ops.outrider.embed(token_ids, self.packed, self.embedding_dim)
         return rows if self.embed_scale is None else rows * self.embed_scale
 
 

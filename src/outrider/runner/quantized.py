@@ -3,18 +3,16 @@
 For low-bit drafting: a second form of a model, in blocks (see blocks.py). Everything except the linear layers is shared with
 the model. For draft models: their only form.
 
-For heads: their only form, in 8 bits. CPUs with 8-bit products multiply codes by codes, with one scale per output and one per
-row; others use blocks.
+For heads: their only form, in 8 bits.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from outrider.runner import blocks, huge_pages, kernels
-from outrider.runner.experts import ExpertLinears
+from outrider.runner import blocks
 from outrider.runner.linear import (
     PackedLinear,
     arithmetic,
@@ -25,8 +23,6 @@ from outrider.runner.linear import (
 )
 from outrider.runner.packing import pack_model
 from outrider.types import OutriderError
-
-CHUNK = 1 << 19  # weights quantised at a time, so that their float32 copies stay in the CPU cache
 
 
 def quantized_bytes(model: PreTrainedModel, bits: int) -> int:
@@ -95,19 +91,4 @@ def make_8_bits(head: nn.Module) -> None:
     if not layers:
         raise OutriderError("8-bit heads need a CPU with Outrider's kernels: leave out bits=8")
     for layer in layers:
-        if kernels.can_use_int8_products(layer.packed) and not isinstance(layer, ExpertLinears):
-            layer.packed, layer.scales = quantize_in_fours(layer.packed)
-        else:
-            layer.packed = blocks.repack(layer.packed, 8)
-
-
-def quantize_in_fours(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a packed weight to int8 [panels, inputs / 4, 32, 4] and scales [1, panels * 32], for rows of codes."""
-    panels, inputs, lanes = kernels.packed_shape(packed)
-    codes, scales = huge_pages.empty((panels, inputs // 4, lanes, 4), torch.int8), torch.empty(1, panels, lanes)
-    step = max(1, CHUNK // (inputs * lanes))
-    for at in range(0, panels, step):
-        part = kernels.deinterleaved(packed[at : at + step]).float()  # [n, inputs, 32]
-        scales[0, at : at + step] = largest = part.abs().amax(1).clamp_(min=1e-30) / 127
-        codes[at : at + step] = part.div_(largest[:, None]).round_().view(-1, inputs // 4, 4, lanes).transpose(2, 3)
-    return codes, scales.view(1, panels * lanes)
+        layer.packed = blocks.repack(layer.packed, 8)
