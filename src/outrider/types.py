@@ -417,6 +417,7 @@ class Round:
     first_layer: int = 0  # of the target pass: drafting ran the layers before it
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted
     num_grammar: list[int] | None = None  # drafts of a grammar, included in ``lens``; None: none
+    is_prefill: bool = False  # the pass also prefilled prompts: its time is not the cost of a decoding pass
 
     @cached_property
     def has_drafts(self) -> bool:

@@ -136,7 +136,7 @@ def test_a_proposer_prefills_long_prompts_in_chunks_without_delaying_others():
 
     proposer.prefill = prefill
     policy, limits = FixedLength(3), []
-    policy.observe = lambda context, round_, is_prefill: limits.append([limit > 0 for limit in context.limits])
+    policy.observe = lambda context, round_: limits.append([limit > 0 for limit in context.limits])
     found = run(make_engine(proposer, policy=policy, runner=runner), requests())
     assert outputs(found) == outputs(run(make_engine(), requests()))
     assert asked == [["r0", "r1", "r2"], *[["r1", "r2"]] * 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,27 +28,27 @@ PLAIN = Round(0, [0], [0], [0], [0], [0], PhaseTimes(draft=0.0, score=1.0, verif
 
 def test_each_token_of_a_drafted_round_replaces_one_plain_round() -> None:
     stats = GenerationStats()
-    stats.add_times(drafted(3), is_prefill=False, emitted_per_request=4, plain=PlainRound(1.0, 0.5))
+    stats.add_times(drafted(3), emitted_per_request=4, plain=PlainRound(1.0, 0.5))
     assert stats.plain_seconds == pytest.approx(4 * 1.5)
 
 
 def test_a_round_without_drafts_counts_with_its_own_time() -> None:
     stats = GenerationStats()
-    stats.add_times(PLAIN, is_prefill=False, emitted_per_request=1, plain=None)
+    stats.add_times(PLAIN, emitted_per_request=1, plain=None)
     assert stats.plain_seconds == pytest.approx(1.5)
 
 
 def test_prefill_counts_as_one_token_of_plain_decoding() -> None:
     stats = GenerationStats()
-    stats.add_times(drafted(2, score=20.0), is_prefill=True, emitted_per_request=3, plain=PlainRound(1.0, 0.5))
+    stats.add_times(replace(drafted(2, score=20.0), is_prefill=True), emitted_per_request=3, plain=PlainRound(1.0, 0.5))
     assert stats.plain_seconds == pytest.approx(20.0 + 1.0 + 2 * 1.5)
 
 
 def test_rounds_before_the_first_measurement_use_later_costs() -> None:
     stats = GenerationStats()
-    stats.add_times(drafted(1), is_prefill=False, emitted_per_request=2, plain=None)
+    stats.add_times(drafted(1), emitted_per_request=2, plain=None)
     assert stats.plain_seconds is None and stats.plain_tok_s is None and stats.cost_ratio is None
-    stats.add_times(drafted(2), is_prefill=False, emitted_per_request=3, plain=PlainRound(1.0, 0.5))
+    stats.add_times(drafted(2), emitted_per_request=3, plain=PlainRound(1.0, 0.5))
     assert stats.plain_seconds == pytest.approx(5 * 1.5)
     assert stats.cost_ratio == pytest.approx(2.0 / 4 / 1.0)
 
@@ -55,13 +56,13 @@ def test_rounds_before_the_first_measurement_use_later_costs() -> None:
 def test_drafts_that_a_grammar_forces_are_draft_steps() -> None:
     stats = GenerationStats()
     round_ = Round(4, [4], [1], [4], [1], [1], PhaseTimes(draft=2.0, score=3.0), num_grammar=[3])
-    stats.add_times(round_, is_prefill=False, emitted_per_request=5, plain=PlainRound(1.0, 0.5))
+    stats.add_times(round_, emitted_per_request=5, plain=PlainRound(1.0, 0.5))
     assert stats.cost_ratio == pytest.approx(2.0 / 4 / 1.0)
 
 
 def test_host_time_of_drafted_rounds_is_used_without_plain_rounds() -> None:
     stats = GenerationStats()
-    stats.add_times(drafted(0), is_prefill=False, emitted_per_request=1, plain=PlainRound(1.0, None))
+    stats.add_times(drafted(0), emitted_per_request=1, plain=PlainRound(1.0, None))
     assert stats.plain_seconds == pytest.approx(1.0 + 1.0)
 
 
@@ -132,7 +133,7 @@ def test_the_drafts_of_a_round_are_counted_once_for_all_its_requests() -> None:
     round_ = Round(4, lens, [4, 2], proposed, [1, 2], [2, 2], PhaseTimes(draft=2.0, score=3.0))
     found = [GenerationStats() for _ in range(3)]
     for stats in found:
-        stats.add_times(round_, is_prefill=False, emitted_per_request=2, plain=None)
+        stats.add_times(round_, emitted_per_request=2, plain=None)
     assert lens.num_read == proposed.num_read == 1 and [stats.num_draft_steps for stats in found] == [4] * 3
 
 

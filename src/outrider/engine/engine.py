@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -35,18 +35,6 @@ from outrider.verifiers.base import Verifier
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """A round with all its tensors, which are valid until the next step only.
-
-    Its tokens are committed: penalties, ``min_tokens`` and grammars of its sampler apply to the next round's positions.
-    """
-
-    result: RoundResult
-    round: Round
-    is_prefill: bool
-
-
 class Engine:
     """Runs requests, one round per step. Not thread-safe: one thread owns it."""
 
@@ -69,7 +57,9 @@ class Engine:
         self.proposer = proposer
         self.policy = policy
         self.scheduler = scheduler
-        self.observer: Callable[[Observation], None] | None = None  # called after each round; its time is not counted
+        # Called after each round; its time is not counted. The tensors are valid until the next step only. The tokens are
+        # committed: penalties, ``min_tokens`` and grammars of the sampler apply to the next round's positions.
+        self.observer: Callable[[RoundResult, Round], None] | None = None
         self._make_sampler = partial(
             Sampler,
             vocab_size=runner.vocab_size,
@@ -237,19 +227,18 @@ class Engine:
         ended = [entry.request.request_id for entry in batch.entries if entry.finish_reason is not None]
         if ended:
             self._retire(ended)
-        is_prefill = batch.is_prefill
-        round_, origins = self._ledger.record(result, self._clock.take(), is_prefill)
+        round_, origins = self._ledger.record(result, self._clock.take(), batch.is_prefill)
         if requested is not None:
-            self.policy.observe(requested, round_, is_prefill)
+            self.policy.observe(requested, round_)
         emissions = [self._emission(entry, b, result, origins[b]) for b, entry in enumerate(batch.entries)]
-        if is_prefill:
+        if round_.is_prefill:
             for entry in batch.entries:
                 self.scheduler.move(entry, State.DECODE)
         if ended:
             self._forget(ended)
         if self.observer is not None:
             self._clock.enter(None)
-            self.observer(Observation(result, round_, is_prefill))
+            self.observer(result, round_)
         return emissions
 
     def _emission(self, entry: Entry, b: int, result: RoundResult, origins: list[str]) -> Emission:

@@ -32,8 +32,8 @@ class LengthPolicy(Protocol):
         """
         ...
 
-    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
-        """Learn from a committed round. With ``is_prefill`` its times include the prefill of prompts.
+    def observe(self, context: Context, round_: Round) -> None:
+        """Learn from a committed round.
 
         Requests with their own K (``num_draft_tokens``) used that one.
         """
@@ -60,7 +60,7 @@ class FixedLength:
     def next_lengths(self, context: Context) -> list[int]:
         return [self.k] * len(context.requests)
 
-    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
+    def observe(self, context: Context, round_: Round) -> None:
         """Do nothing."""
 
     def release(self, request_ids: Sequence[str]) -> None:
