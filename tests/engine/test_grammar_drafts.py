@@ -10,11 +10,13 @@ import pytest
 import torch
 from toy_grammar import RuleGrammar
 
-from outrider.engine.config import uses_grammar_drafts
+from outrider.engine.config import build_engine
 from outrider.engine.grammar_drafts import MAX_DRAFTS, MAX_STATES, TokenGuesser
 from outrider.engine.options import Speculation
 from outrider.engine.policy import FixedLength
+from outrider.engine.scheduler import Scheduler
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
+from outrider.proposers.plain import PlainProposer
 from outrider.sampling import sampler
 from outrider.types import Context, Proposal, Request, Round, SamplingParams, Verdict
 
@@ -375,8 +377,12 @@ def test_sampling_params_with_a_grammar_of_ones_own() -> None:
 
 @pytest.mark.parametrize(("k", "drafts"), [("auto", True), (4, True), (0, False)])
 def test_drafts_from_a_grammar_are_one_option_for_every_method(k: int | str, drafts: bool) -> None:
-    assert uses_grammar_drafts(Speculation(num_draft_tokens=k)) is drafts
-    assert not uses_grammar_drafts(Speculation(num_draft_tokens=k, grammar_drafts=False))
+    for option in (True, False):
+        runner, speculation = TableRunner(), Speculation(num_draft_tokens=k, grammar_drafts=option)
+        scheduler = Scheduler(runner.max_batch, runner.max_len, [EOS])
+        engine = build_engine(speculation, runner, PlainProposer(), FixedLength(0), scheduler)
+        run(engine, [forced("a", blocks, max_tokens=9)])
+        assert (engine.stats.num_grammar_tokens > 0) == (drafts and option)
 
 
 def test_a_proposer_that_needs_hidden_states_drafts_through_a_short_run() -> None:

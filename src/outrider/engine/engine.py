@@ -31,6 +31,7 @@ from outrider.sampling import Sampler
 from outrider.sampling.min_tokens import check_masks
 from outrider.types import Context, OutriderError, Proposal, Request, Round
 from outrider.verifiers.base import Verifier
+from outrider.verifiers.exact import ExactMatchVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +43,13 @@ class Engine:
         self,
         runner: ModelRunner,
         proposer: Proposer,
-        verifiers: tuple[Verifier, Verifier],
+        verifier: Verifier,
         policy: LengthPolicy,
         scheduler: Scheduler,
         coupled: bool = False,
         grammar_drafts: bool = True,
     ) -> None:
-        """``verifiers``: for sampled rounds, and for deterministic rounds.
-
-        ``coupled``: key the sampler's noise by seed and position. ``grammar_drafts``: draft the tokens that a request's grammar
+        """``coupled``: key the sampler's noise by seed and position. ``grammar_drafts``: draft the tokens that a request's grammar
         determines, independently of proposer and policy.
         """
         self.runner = runner
@@ -70,7 +69,9 @@ class Engine:
         self._hidden = proposer.needs_hidden
         self._clock = PhaseClock(runner.device)
         self._ledger = Ledger(runner.costs, drafts_with_model=not proposer.is_model_free)
-        supports_trees = runner.supports_trees and all(verifier.supports_trees for verifier in verifiers)
+        # A lossy verifier also applies to deterministic rounds; a lossless one would give the same result more slowly.
+        deterministic = ExactMatchVerifier() if verifier.lossless else verifier
+        supports_trees = runner.supports_trees and verifier.supports_trees
         self._guard = GuardedProposer(
             ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, supports_trees
         )
@@ -78,7 +79,11 @@ class Engine:
         drafter = GrammarDrafts(self._guard, drafts_ahead=ahead, max_drafts=runner.max_drafts)
         self._grammar_drafts = drafter if grammar_drafts else None
         self._parts = Parts(
-            self._grammar_drafts or self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden
+            self._grammar_drafts or self._guard,
+            ClockedRunner(runner, self._clock),
+            scheduler,
+            (verifier, deterministic),
+            self._hidden,
         )
 
     @property
