@@ -94,18 +94,6 @@ def test_statistics_can_be_read_while_they_change() -> None:
     assert stats.num_accepted == 5
 
 
-def test_acceptance_by_position_can_be_read_while_it_changes() -> None:
-    stats = GenerationStats()
-
-    class Meanwhile(int):
-        def __gt__(self, other: int) -> bool:
-            stats.add_counts(num_drafts=9, num_reached=9, num_accepted=4 + len(stats.acceptance_histogram), num_emitted=1)
-            return int(self) > other
-
-    stats.acceptance_histogram = {Meanwhile(1): 2, Meanwhile(3): 1}
-    assert stats.acceptance_by_position == [1.0, 1 / 3, 1 / 3]
-
-
 def test_the_time_of_a_pass_on_a_gpu_counts_as_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
     class Launched:
         """A runner that returns while its GPU still computes."""

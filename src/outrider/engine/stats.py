@@ -120,14 +120,6 @@ class GenerationStats:
         return self.num_accepted / self.num_drafts if self.num_drafts else 0.0
 
     @property
-    def acceptance_by_position(self) -> list[float]:
-        """Return, for each index i, the share of all rounds in which draft i was accepted."""
-        histogram = tuple(self.acceptance_histogram.items())  # a copy: another thread may add to it
-        longest = max([accepted for accepted, _ in histogram], default=0)
-        rounds = max(sum(count for _, count in histogram), 1)
-        return [sum(count for accepted, count in histogram if accepted > i) / rounds for i in range(longest)]
-
-    @property
     def cost_ratio(self) -> float | None:
         """Return c: seconds of a draft step / seconds of a plain target pass. None if either was not measured."""
         if not self.num_draft_steps or not self.num_timed_rounds:
