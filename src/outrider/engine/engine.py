@@ -221,8 +221,8 @@ class Engine:
             return None, failure.__cause__
 
     def _stop_drafts(self, request: Request, error: BaseException | None) -> None:
-        """Pause the proposer, and stop the drafts of the grammar, for a request on whose drafts the target fails."""
-        self._guard.pause([request], f"the target fails on its drafts: {type(error).__name__}: {error}")
+        """Stop the drafts of the proposer and of the grammar for a request on whose drafts the target fails."""
+        self._guard.stop([request], f"the target fails on its drafts: {type(error).__name__}: {error}")
         if self._grammar_drafts is not None:
             self._grammar_drafts.stop(request)
 
