@@ -398,6 +398,21 @@ def test_features_of_a_prompt_reach_each_of_its_samples():
     assert engine.stats.faults == 0
 
 
+def test_features_of_a_prompt_are_kept_until_its_last_sample_started():
+    runner = TableRunner(max_batch=2)
+    engine = make_engine(Features(runner), 2, runner=runner)
+    engine.add(make_request("r0", PROMPTS[2], max_tokens=23))
+    for name in ("r1", "r2"):
+        engine.add(make_request(name, PROMPTS[2], max_tokens=3), fork_of="r0")
+    waiting = []
+    while engine.has_work:
+        engine.step()
+        waiting.append(len(engine.scheduler.waiting))
+        if engine.scheduler.find("r0"):
+            assert bool(engine._guard._features._prompts) == (waiting[-1] > 0)
+    assert 1 in waiting and 0 in waiting and engine.stats.faults == 0
+
+
 def test_features_of_tokens_that_are_read_again_reach_the_proposer_once():
     """A model with longrope loses its cache in the round that crosses the original window."""
     runner = TableRunner()

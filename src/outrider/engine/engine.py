@@ -316,14 +316,16 @@ class Engine:
 
     def _admit(self) -> list[Emission]:
         """Admit waiting requests. Returns error emissions for those whose cache could not be copied."""
-        failed = []
-        for entry in self.scheduler.admit(self._reserve):
+        failed, admitted = [], self.scheduler.admit(self._reserve)
+        for entry in admitted:
             try:
                 self._fork(entry)
                 if entry.state is State.PREFILL:
                     self._start(entry.request)
             except Exception as error:
                 failed.append(self._fail(entry, error))
+        if admitted:
+            self._guard.drop_prompts(entry.fork_of for entry in self.scheduler.waiting)
         return failed
 
     def _start(self, request: Request) -> None:

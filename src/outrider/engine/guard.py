@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.engine.features import FeatureStore
@@ -127,6 +127,10 @@ class GuardedProposer:
         """Keep the hidden states of this request's prompt for requests that will be forked from it."""
         if self._features.layers:
             self._features.keep_prompt(request_id)
+
+    def drop_prompts(self, needed: Iterable[str | None]) -> None:
+        """Drop the hidden states of prompts, except those of the requests ``needed``."""
+        self._features.drop_prompts(needed)
 
     def start(self, request: Request) -> int:
         """See ``Proposer.start``; the whole prompt for a request without drafts, whose hidden states are not needed."""
