@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engine.clock import ClockedProposer, ClockedRunner, PhaseClock
+from outrider.engine.clock import ClockedRunner, PhaseClock
+from outrider.engine.guard import GuardedProposer
 from outrider.engine.stats import GenerationStats
 from outrider.proposers.base import ScriptedProposer
 from outrider.runner.cost_book import CostBook, PlainRound
-from outrider.types import PhaseTimes, Proposal, Round
+from outrider.types import Context, PhaseTimes, Proposal, Round
+
+from .toy import make_request
 
 
 def drafted(num_accepted: int, score: float = 3.0) -> Round:
@@ -130,9 +133,10 @@ def test_the_time_of_drafts_and_prefill_on_a_gpu_counts_as_theirs(monkeypatch: p
     stream = SimpleNamespace(synchronize=lambda: time.sleep(0.02))
     monkeypatch.setattr("torch.cuda.current_stream", lambda _: stream)
     clock = PhaseClock(torch.device("cuda:0"))
-    proposer = ClockedProposer(ScriptedProposer(lambda context, k: Proposal.empty(1)), clock)
-    proposer.prefill([])
-    proposer.propose(None, 1)  # type: ignore[arg-type]
+    proposer = GuardedProposer(ScriptedProposer(lambda context, k: Proposal.empty(1)), clock, 9, list, False)
+    request = make_request("r", [1, 2])
+    proposer.prefill([request])
+    proposer.propose(Context((request,), (1,), None), 1)  # type: ignore[arg-type]
     with clock.phase("prefill"):
         pass
     times = clock.take()

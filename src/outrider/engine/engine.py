@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outrider.engine.clock import ClockedProposer, ClockedRunner, PhaseClock
+from outrider.engine.clock import ClockedRunner, PhaseClock
 from outrider.engine.grammar_drafts import GrammarDrafts
 from outrider.engine.guard import GuardedProposer
 from outrider.engine.ledger import Ledger
@@ -72,9 +72,7 @@ class Engine:
         # A lossy verifier also applies to deterministic rounds; a lossless one would give the same result more slowly.
         deterministic = ExactMatchVerifier() if verifier.lossless else verifier
         supports_trees = runner.supports_trees and verifier.supports_trees
-        self._guard = GuardedProposer(
-            ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, supports_trees
-        )
+        self._guard = GuardedProposer(proposer, self._clock, runner.vocab_size, self._ledger.add_faults, supports_trees)
         ahead = proposer.drafts_ahead and not self._hidden  # forced tokens have no hidden states before they are scored
         drafter = GrammarDrafts(self._guard, drafts_ahead=ahead, max_drafts=runner.max_drafts)
         self._grammar_drafts = drafter if grammar_drafts else None

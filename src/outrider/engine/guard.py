@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from outrider.engine.clock import PhaseClock
 from outrider.engine.features import FeatureStore
 from outrider.engine.round import RoundResult
 from outrider.engine.validation import Checked, check, without_unusable
@@ -29,16 +30,21 @@ class _Drafting:
 
 
 class GuardedProposer:
-    """Calls a proposer for requests on which it has not failed, validates its proposals and catches its exceptions."""
+    """Calls and times a proposer for requests on which it has not failed, validates its proposals, catches its exceptions."""
 
     def __init__(
-        self, proposer: Proposer, vocab_size: int, report: Callable[[Sequence[str]], None], supports_trees: bool
+        self,
+        proposer: Proposer,
+        clock: PhaseClock,
+        vocab_size: int,
+        report: Callable[[Sequence[str]], None],
+        supports_trees: bool,
     ) -> None:
         """``report`` is called with the ids of requests on which the proposer fails.
 
         ``supports_trees``: whether target and verifiers support trees. If not, each tree is reduced to its first path.
         """
-        self._proposer, self._vocab_size, self._report = proposer, vocab_size, report
+        self._proposer, self._clock, self._vocab_size, self._report = proposer, clock, vocab_size, report
         self._supports_trees = supports_trees
         self._nodes: dict[str, list[int]] = {}  # request -> indices of its drafts in the proposer's tree; empty: unchanged
         self._features = FeatureStore(proposer.needs_hidden)
@@ -68,7 +74,9 @@ class GuardedProposer:
         context = context.take(rows)
         try:
             view = self._features.attach(context) if self._features.layers else context
-            checked = without_unusable(check(self._proposer.propose(view, k), context.limits, k, self._vocab_size), context)
+            with self._clock.phase("draft"):
+                proposal = self._proposer.propose(view, k)
+            checked = without_unusable(check(proposal, context.limits, k, self._vocab_size), context)
             if checked.proposal.parents is not None:
                 checked = self._as_scored(checked, context)
         except Exception as error:
@@ -183,7 +191,9 @@ class GuardedProposer:
                 source = self._drafting(request).fork_of
                 if source is not None and source in self._requests and self._requests[source].is_prefilled:
                     self._proposer.fork(source, request)
-            for request, is_prefilled in zip(part, self._proposer.prefill(part) if part else (), strict=True):
+            with self._clock.phase("draft_prefill"):
+                are_prefilled = self._proposer.prefill(part) if part else []
+            for request, is_prefilled in zip(part, are_prefilled, strict=True):
                 self._drafting(request).is_prefilled = is_prefilled
 
     def _no_drafts(self, batch: int) -> Proposal:
