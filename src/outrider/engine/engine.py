@@ -49,8 +49,8 @@ class Engine:
         coupled: bool = False,
         grammar_drafts: bool = True,
     ) -> None:
-        """``coupled``: key the sampler's noise by seed and position. ``grammar_drafts``: draft the tokens that a request's grammar
-        determines, independently of proposer and policy.
+        """``coupled``: key the sampler's noise by seed and position. ``grammar_drafts``: draft the tokens that a request's
+        grammar determines, independently of proposer and policy.
         """
         self.runner = runner
         self.proposer = proposer

@@ -39,9 +39,11 @@ class LengthPolicy(Protocol):
 
         Requests with their own K (``num_draft_tokens``) used that one.
         """
+        return
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Remove requests that ended."""
+        return
 
 
 class FixedLength(LengthPolicy):
