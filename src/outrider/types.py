@@ -99,7 +99,7 @@ class Randomness(Protocol):
         ...
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """Sample one index per row: float [B, V] (each row sums to 1) -> int64 [B]."""
+        """Sample one index per row, of positive probability: float [B, V] (each row sums to 1) -> int64 [B]."""
         ...
 
 
@@ -139,19 +139,22 @@ class BatchSampler(Randomness, Protocol):
         start: int = 0,
         lens: Tensor | None = None,
     ) -> Tensor:
-        """[B, M, V] -> float32 [B, M, V] after all sampler settings; greedy rows are one-hots. Raises ``InvalidLogits``."""
+        """[B, M, V] -> float32 (float64 for float64) after all settings; greedy rows are one-hot. Raises ``InvalidLogits``."""
         ...
 
     def likeliest(
         self, logits: Tensor, top_k: int, drafts: Tensor | None = None, parents: Tensor | None = None, start: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """[B, M, V] -> [B, M, K] each: tokens that ``tokens`` most likely returns in a deterministic round, and how likely."""
+        """[B, M, V] -> [B, M, K] each: tokens that ``tokens`` most likely returns in a deterministic round, and estimates of
+        their probabilities: the softmax of the scores (greedy rows: at temperature 1; coupled rows: with noise).
+        """
         ...
 
     def draw(self, probs: Tensor, index: int) -> Tensor:
         """Sample draft ``index`` of the round: [B, V] -> int64 [B]. The noise is keyed by (seed, committed length, index).
 
-        The exact verifier draws the target's row ``index`` with the same numbers, which then tends to be that draft.
+        Unlike ``categorical``, it is independent of how many drafts other requests have. The exact verifier draws the target's
+        row ``index`` with the same numbers, which then tends to be that draft.
         """
         ...
 
@@ -414,6 +417,7 @@ class Round:
     first_layer: int = 0  # of the target pass: drafting ran the layers before it
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted
     num_grammar: list[int] | None = None  # drafts of a grammar, included in ``lens``; None: none
+    is_prefill: bool = False  # the pass also prefilled prompts: its time is not the cost of a decoding pass
 
     @cached_property
     def has_drafts(self) -> bool:

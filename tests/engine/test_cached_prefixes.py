@@ -168,7 +168,7 @@ def test_no_drafts_are_requested_before_there_are_hidden_states():
     """Otherwise the policy would learn that the proposer makes none."""
     engine, _, _ = prepared()
     rounds = []
-    engine.observer = lambda seen: rounds.append((seen.result.context.request_ids[0], seen.result.k))
+    engine.observer = lambda result, _: rounds.append((result.context.request_ids[0], result.k))
     conversation(engine, turns=2)
     assert [k for name, k in rounds if name == "turn 1"][:2] == [0, 3]
 

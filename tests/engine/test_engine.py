@@ -342,7 +342,7 @@ def test_a_target_without_trees_scores_the_first_path_of_each(supports_trees):
     proposer = RightFirst(runner)
     engine = make_engine(proposer, 3, runner=runner)
     widths = []
-    engine.observer = lambda seen: widths.append(seen.result.proposal.num_nodes)
+    engine.observer = lambda result, _: widths.append(result.proposal.num_nodes)
     assert outputs(run(engine, requests())) == plain()
     assert engine.stats.faults == 0 and engine.stats.num_accepted > 20
     assert max(widths) == (6 if supports_trees else 3)
@@ -354,7 +354,7 @@ def test_drafts_are_limited_by_what_the_target_can_roll_back():
     runner.max_drafts = 2
     engine = make_engine(Features(runner), 5, runner=runner)
     widths = []
-    engine.observer = lambda seen: widths.append(seen.result.proposal.num_nodes)
+    engine.observer = lambda result, _: widths.append(result.proposal.num_nodes)
     assert outputs(run(engine, requests())) == plain()
     assert max(widths) == 2
 
@@ -396,6 +396,21 @@ def test_features_of_a_prompt_reach_each_of_its_samples():
     assert scored_for_fork == len(PROMPTS[2]) - 1
     assert all(each == wanted for each in outputs(found).values())
     assert engine.stats.faults == 0
+
+
+def test_features_of_a_prompt_are_kept_until_its_last_sample_started():
+    runner = TableRunner(max_batch=2)
+    engine = make_engine(Features(runner), 2, runner=runner)
+    engine.add(make_request("r0", PROMPTS[2], max_tokens=23))
+    for name in ("r1", "r2"):
+        engine.add(make_request(name, PROMPTS[2], max_tokens=3), fork_of="r0")
+    waiting = []
+    while engine.has_work:
+        engine.step()
+        waiting.append(len(engine.scheduler.waiting))
+        if engine.scheduler.find("r0"):
+            assert bool(engine._guard._features._prompts) == (waiting[-1] > 0)
+    assert 1 in waiting and 0 in waiting and engine.stats.faults == 0
 
 
 def test_features_of_tokens_that_are_read_again_reach_the_proposer_once():
@@ -546,7 +561,7 @@ def test_trees_count_draft_steps_by_depth_and_cost_by_nodes():
 
     rounds = []
     policy = FixedLength(2)
-    policy.observe = lambda context, round_, is_prefill: rounds.append(round_)
+    policy.observe = lambda context, round_: rounds.append(round_)
     engine = make_engine(ScriptedProposer(wide), policy=policy, runner=runner)
     emissions = run(engine, requests(1, max_tokens=9))["r0"]
     assert {(tuple(r.lens), tuple(r.depths)) for r in rounds} == {((3,), (2,))}

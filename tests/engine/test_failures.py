@@ -384,7 +384,7 @@ def test_the_policy_observes_only_rounds_that_it_decided_on():
             self.decided_for = context.request_ids
             return super().next_lengths(context)
 
-        def observe(self, context, round_, is_prefill):
+        def observe(self, context, round_):
             assert context.request_ids == self.decided_for
             self.num_heard += 1
 

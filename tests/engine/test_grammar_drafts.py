@@ -10,11 +10,13 @@ import pytest
 import torch
 from toy_grammar import RuleGrammar
 
-from outrider.engine.config import uses_grammar_drafts
+from outrider.engine.config import build_engine
 from outrider.engine.grammar_drafts import MAX_DRAFTS, MAX_STATES, TokenGuesser
 from outrider.engine.options import Speculation
 from outrider.engine.policy import FixedLength
+from outrider.engine.scheduler import Scheduler
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
+from outrider.proposers.plain import PlainProposer
 from outrider.sampling import sampler
 from outrider.types import Context, Proposal, Request, Round, SamplingParams, Verdict
 
@@ -335,7 +337,7 @@ def test_a_proposal_may_not_call_its_drafts_forced() -> None:
 def test_rounds_book_forced_rows_in_the_pass_and_nowhere_else() -> None:
     rounds: list[Round] = []
     engine = make_engine(oracle(TableRunner(), right=1), k=2)
-    engine.observer = lambda seen: rounds.append(seen.round)
+    engine.observer = lambda _, round_: rounds.append(round_)
     run(engine, [forced("a", blocks, max_tokens=60), make_request("b", [5, 6], max_tokens=60)])
     with_runs = [round_ for round_ in rounds if round_.num_grammar is not None and len(round_.lens) == 2]
     assert max(round_.num_grammar[0] for round_ in with_runs) > 4  # three before a draft, four after it
@@ -355,7 +357,7 @@ class Asked(FixedLength):
         super().__init__(k)
         self.rounds: list[tuple[Context, Round]] = []
 
-    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
+    def observe(self, context: Context, round_: Round) -> None:
         self.rounds.append((context, round_))
 
 
@@ -375,8 +377,12 @@ def test_sampling_params_with_a_grammar_of_ones_own() -> None:
 
 @pytest.mark.parametrize(("k", "drafts"), [("auto", True), (4, True), (0, False)])
 def test_drafts_from_a_grammar_are_one_option_for_every_method(k: int | str, drafts: bool) -> None:
-    assert uses_grammar_drafts(Speculation(num_draft_tokens=k)) is drafts
-    assert not uses_grammar_drafts(Speculation(num_draft_tokens=k, grammar_drafts=False))
+    for option in (True, False):
+        runner, speculation = TableRunner(), Speculation(num_draft_tokens=k, grammar_drafts=option)
+        scheduler = Scheduler(runner.max_batch, runner.max_len, [EOS])
+        engine = build_engine(speculation, runner, PlainProposer(), FixedLength(0), scheduler)
+        run(engine, [forced("a", blocks, max_tokens=9)])
+        assert (engine.stats.num_grammar_tokens > 0) == (drafts and option)
 
 
 def test_a_proposer_that_needs_hidden_states_drafts_through_a_short_run() -> None:
@@ -401,7 +407,7 @@ def test_a_proposer_that_needs_hidden_states_drafts_through_a_short_run() -> Non
     proposer = ScriptedProposer.of_chains(chains)
     proposer.drafts_ahead = False
     engine = make_engine(proposer, k=6, runner=runner)
-    engine.observer = lambda each: rounds.append(each.round)
+    engine.observer = lambda _, round_: rounds.append(round_)
     found = run(engine, [forced("a", blocks, max_tokens=50)])
     assert outputs(found)["a"] == plain_output(blocks, max_tokens=50)
     assert engine.stats.num_rounds == len(seen) <= 7  # asked in every round: six drafts, what is forced after them, one more
@@ -456,7 +462,7 @@ def test_forced_nodes_of_a_tree_count_for_the_grammar() -> None:
     proposer = ScriptedProposer(tree)
     proposer.drafts_trees = True
     engine = make_engine(proposer, k=2, runner=runner)
-    engine.observer = lambda each: rounds.append(each.round)
+    engine.observer = lambda _, round_: rounds.append(round_)
     found = run(engine, [forced("a", rule, max_tokens=40)])
     assert outputs(found)["a"] == plain_output(rule, max_tokens=40)
     assert all(each.depths == [1] for each in rounds[:-2]) and engine.stats.num_accepted <= len(rounds)
@@ -591,7 +597,7 @@ def test_a_rejected_guess_is_no_rejected_draft() -> None:
     wrong = {2: 3, 3: 2}
     greedy = plain_output(rule, max_tokens=20)[0]
     rounds: list[Round] = []
-    engine.observer = lambda observation: rounds.append(observation.round)
+    engine.observer = lambda _, round_: rounds.append(round_)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             TokenGuesser, "guess", lambda self, before, allowed: next(wrong[t] for t in greedy if t in wrong and allowed[t])

@@ -230,7 +230,6 @@ def test_statistics_add_up(looking_up):
     assert stats.num_rounds <= stats.num_tokens <= stats.num_accepted + stats.num_rounds
     assert stats.mean_acceptance_length == 1 + stats.num_accepted / stats.num_rounds
     assert 0 <= stats.draft_acceptance_rate <= (stats.acceptance_rate or 0.0) <= 1  # None if nothing was drafted
-    assert sum(stats.acceptance_by_position) == pytest.approx(stats.num_accepted / stats.num_rounds)
     in_rounds = stats.times.total - stats.times.prefill - stats.times.draft_prefill
     assert sum(stats.ms_per_round.values()) == pytest.approx(1e3 * in_rounds / stats.num_rounds)
     assert stats.plain_tok_s is None or math.isfinite(stats.plain_tok_s)

@@ -7,11 +7,11 @@ from time import sleep
 import pytest
 import torch
 
-from outrider.engine.engine import Observation
 from outrider.engine.ledger import NUM_COLD
 from outrider.engine.policy import FixedLength
+from outrider.engine.round import RoundResult
 from outrider.proposers.base import ScriptedProposer
-from outrider.types import Context, Proposal
+from outrider.types import Context, Proposal, Round
 
 from .toy import TableRunner, greedy_continuation, make_engine, make_request
 
@@ -23,22 +23,22 @@ def drafts(context: Context, k: int) -> list[list[int]]:
 def test_an_observer_sees_every_round_as_it_was_settled() -> None:
     runner = TableRunner()
     engine = make_engine(ScriptedProposer.of_chains(drafts), k=2, runner=runner)
-    seen: list[Observation] = []
-    engine.observer = seen.append
+    seen: list[tuple[RoundResult, Round]] = []
+    engine.observer = lambda result, round_: seen.append((result, round_))
     request = make_request("r", [1, 2], max_tokens=9)
     engine.add(request)
     emitted: list[int] = []
     while engine.has_work:
         (emission,) = engine.step()
         emitted += emission.token_ids
-        last = seen[-1].result
+        last, round_ = seen[-1]
         (path,), (next_token,) = last.verdict.paths, last.verdict.next_tokens
         said = [*last.proposal.token_ids[0, path].tolist(), next_token]
         assert said[: len(emission.token_ids)] == emission.token_ids
         assert torch.equal(last.scores.logits[0, 0], runner.logits_after(request.token_ids[: -len(emission.token_ids)]))
-        assert seen[-1].round.num_accepted == [len(path)]
+        assert round_.num_accepted == [len(path)]
         assert last.token_ids == [emission.token_ids] and last.texts == [emission.text]
-    assert [each.is_prefill for each in seen] == [True] + [False] * (len(seen) - 1)
+    assert [round_.is_prefill for _, round_ in seen] == [True] + [False] * (len(seen) - 1)
     assert len(emitted) == 9
 
 
@@ -54,18 +54,18 @@ def test_a_path_that_ends_at_a_leaf_counts_only_its_depths_as_judged() -> None:
     proposer = ScriptedProposer(tree)
     proposer.drafts_trees = True
     engine = make_engine(proposer, k=2, runner=runner)
-    seen: list[Observation] = []
-    engine.observer = seen.append
+    seen: list[Round] = []
+    engine.observer = lambda _, round_: seen.append(round_)
     engine.add(make_request("r", [1, 2], max_tokens=9))
     engine.step()
-    assert seen[0].round.depths == [2] and seen[0].round.num_accepted == [1] and seen[0].round.num_reached == [1]
+    assert seen[0].depths == [2] and seen[0].num_accepted == [1] and seen[0].num_reached == [1]
     assert engine.stats.acceptance_rate == 1.0
 
 
 def test_time_in_an_observer_is_not_counted() -> None:
     runner = TableRunner()
     engine = make_engine(ScriptedProposer.of_chains(drafts), k=2, runner=runner)
-    engine.observer = lambda seen: sleep(0.2)
+    engine.observer = lambda *_: sleep(0.2)
     engine.add(make_request("r", [1, 2], max_tokens=6))
     num_rounds = 0
     while engine.has_work:
@@ -82,11 +82,11 @@ def test_plain_rounds_are_cold_after_model_drafts_but_not_after_lookup(runs_mode
     proposer = ScriptedProposer.of_chains(drafts)
     proposer.is_model_free = not runs_model
     engine = make_engine(proposer, policy=policy)
-    seen: list[Observation] = []
-    engine.observer = seen.append
+    seen: list[Round] = []
+    engine.observer = lambda _, round_: seen.append(round_)
     engine.add(make_request("r", [1, 2], max_tokens=24))
     while engine.has_work:
         engine.step()
-    plain = [each.round.is_cold for each in seen if not any(each.round.lens)]
-    assert len(plain) > NUM_COLD + 1 and not any(each.round.is_cold for each in seen if any(each.round.lens))
+    plain = [each.is_cold for each in seen if not any(each.lens)]
+    assert len(plain) > NUM_COLD + 1 and not any(each.is_cold for each in seen if any(each.lens))
     assert plain == [runs_model] * NUM_COLD + [False] * (len(plain) - NUM_COLD)

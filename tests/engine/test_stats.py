@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from outrider.engine.clock import ClockedProposer, ClockedRunner, PhaseClock
+from outrider.engine.clock import ClockedRunner, PhaseClock
+from outrider.engine.guard import GuardedProposer
 from outrider.engine.stats import GenerationStats
 from outrider.proposers.base import ScriptedProposer
 from outrider.runner.cost_book import CostBook, PlainRound
-from outrider.types import PhaseTimes, Proposal, Round
+from outrider.types import Context, PhaseTimes, Proposal, Round
+
+from .toy import make_request
 
 
 def drafted(num_accepted: int, score: float = 3.0) -> Round:
@@ -27,27 +31,27 @@ PLAIN = Round(0, [0], [0], [0], [0], [0], PhaseTimes(draft=0.0, score=1.0, verif
 
 def test_each_token_of_a_drafted_round_replaces_one_plain_round() -> None:
     stats = GenerationStats()
-    stats.add_times(drafted(3), is_prefill=False, emitted_per_request=4, plain=PlainRound(1.0, 0.5))
+    stats.add_times(drafted(3), emitted_per_request=4, plain=PlainRound(1.0, 0.5))
     assert stats.plain_seconds == pytest.approx(4 * 1.5)
 
 
 def test_a_round_without_drafts_counts_with_its_own_time() -> None:
     stats = GenerationStats()
-    stats.add_times(PLAIN, is_prefill=False, emitted_per_request=1, plain=None)
+    stats.add_times(PLAIN, emitted_per_request=1, plain=None)
     assert stats.plain_seconds == pytest.approx(1.5)
 
 
 def test_prefill_counts_as_one_token_of_plain_decoding() -> None:
     stats = GenerationStats()
-    stats.add_times(drafted(2, score=20.0), is_prefill=True, emitted_per_request=3, plain=PlainRound(1.0, 0.5))
+    stats.add_times(replace(drafted(2, score=20.0), is_prefill=True), emitted_per_request=3, plain=PlainRound(1.0, 0.5))
     assert stats.plain_seconds == pytest.approx(20.0 + 1.0 + 2 * 1.5)
 
 
 def test_rounds_before_the_first_measurement_use_later_costs() -> None:
     stats = GenerationStats()
-    stats.add_times(drafted(1), is_prefill=False, emitted_per_request=2, plain=None)
+    stats.add_times(drafted(1), emitted_per_request=2, plain=None)
     assert stats.plain_seconds is None and stats.plain_tok_s is None and stats.cost_ratio is None
-    stats.add_times(drafted(2), is_prefill=False, emitted_per_request=3, plain=PlainRound(1.0, 0.5))
+    stats.add_times(drafted(2), emitted_per_request=3, plain=PlainRound(1.0, 0.5))
     assert stats.plain_seconds == pytest.approx(5 * 1.5)
     assert stats.cost_ratio == pytest.approx(2.0 / 4 / 1.0)
 
@@ -55,13 +59,13 @@ def test_rounds_before_the_first_measurement_use_later_costs() -> None:
 def test_drafts_that_a_grammar_forces_are_draft_steps() -> None:
     stats = GenerationStats()
     round_ = Round(4, [4], [1], [4], [1], [1], PhaseTimes(draft=2.0, score=3.0), num_grammar=[3])
-    stats.add_times(round_, is_prefill=False, emitted_per_request=5, plain=PlainRound(1.0, 0.5))
+    stats.add_times(round_, emitted_per_request=5, plain=PlainRound(1.0, 0.5))
     assert stats.cost_ratio == pytest.approx(2.0 / 4 / 1.0)
 
 
 def test_host_time_of_drafted_rounds_is_used_without_plain_rounds() -> None:
     stats = GenerationStats()
-    stats.add_times(drafted(0), is_prefill=False, emitted_per_request=1, plain=PlainRound(1.0, None))
+    stats.add_times(drafted(0), emitted_per_request=1, plain=PlainRound(1.0, None))
     assert stats.plain_seconds == pytest.approx(1.0 + 1.0)
 
 
@@ -93,18 +97,6 @@ def test_statistics_can_be_read_while_they_change() -> None:
     assert stats.num_accepted == 5
 
 
-def test_acceptance_by_position_can_be_read_while_it_changes() -> None:
-    stats = GenerationStats()
-
-    class Meanwhile(int):
-        def __gt__(self, other: int) -> bool:
-            stats.add_counts(num_drafts=9, num_reached=9, num_accepted=4 + len(stats.acceptance_histogram), num_emitted=1)
-            return int(self) > other
-
-    stats.acceptance_histogram = {Meanwhile(1): 2, Meanwhile(3): 1}
-    assert stats.acceptance_by_position == [1.0, 1 / 3, 1 / 3]
-
-
 def test_the_time_of_a_pass_on_a_gpu_counts_as_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
     class Launched:
         """A runner that returns while its GPU still computes."""
@@ -132,7 +124,7 @@ def test_the_drafts_of_a_round_are_counted_once_for_all_its_requests() -> None:
     round_ = Round(4, lens, [4, 2], proposed, [1, 2], [2, 2], PhaseTimes(draft=2.0, score=3.0))
     found = [GenerationStats() for _ in range(3)]
     for stats in found:
-        stats.add_times(round_, is_prefill=False, emitted_per_request=2, plain=None)
+        stats.add_times(round_, emitted_per_request=2, plain=None)
     assert lens.num_read == proposed.num_read == 1 and [stats.num_draft_steps for stats in found] == [4] * 3
 
 
@@ -141,9 +133,10 @@ def test_the_time_of_drafts_and_prefill_on_a_gpu_counts_as_theirs(monkeypatch: p
     stream = SimpleNamespace(synchronize=lambda: time.sleep(0.02))
     monkeypatch.setattr("torch.cuda.current_stream", lambda _: stream)
     clock = PhaseClock(torch.device("cuda:0"))
-    proposer = ClockedProposer(ScriptedProposer(lambda context, k: Proposal.empty(1)), clock)
-    proposer.prefill([])
-    proposer.propose(None, 1)  # type: ignore[arg-type]
+    proposer = GuardedProposer(ScriptedProposer(lambda context, k: Proposal.empty(1)), clock, 9, list, False)
+    request = make_request("r", [1, 2])
+    proposer.prefill([request])
+    proposer.propose(Context((request,), (1,), None), 1)  # type: ignore[arg-type]
     with clock.phase("prefill"):
         pass
     times = clock.take()

@@ -11,7 +11,6 @@ from outrider.proposers.base import ScriptedProposer
 from outrider.proposers.plain import PlainProposer
 from outrider.runner.cost_book import CostBook
 from outrider.types import Context, Proposal, Request, SamplingParams, Scores, Verdict
-from outrider.verifiers.exact import ExactMatchVerifier
 from outrider.verifiers.rejection import RejectionVerifier
 
 VOCAB = 17
@@ -139,8 +138,8 @@ def _end(text: list[int]) -> tuple[int, int]:
 def make_engine(proposer=None, k=0, policy=None, runner=None, detokenizer=None, verifier=None, **options) -> Engine:
     runner = runner or TableRunner()
     scheduler = Scheduler(runner.max_batch, runner.max_len, [EOS], detokenizer)
-    verifiers = (verifier or RejectionVerifier(), ExactMatchVerifier())
-    return Engine(runner, proposer or PlainProposer(), verifiers, policy or FixedLength(k), scheduler, **options)
+    verifier, policy = verifier or RejectionVerifier(), policy or FixedLength(k)
+    return Engine(runner, proposer or PlainProposer(), verifier, policy, scheduler, **options)
 
 
 def make_request(request_id: str, prompt: list[int], **params) -> Request:

@@ -72,7 +72,7 @@ def test_a_conversation_is_not_read_again(method):
     for prefix_cache in (False, True):
         llm = LLM(method=method, num_draft_tokens=3, prefix_cache=prefix_cache, prefill_chunk=64, **OPTIONS)
         rounds: list[list[list[int]]] = []
-        llm.engine.observer = lambda seen, rounds=rounds: rounds.append(seen.result.proposal.token_ids.tolist())
+        llm.engine.observer = lambda result, _, rounds=rounds: rounds.append(result.proposal.token_ids.tolist())
         text = "\n".join(PROMPTS)
         for question in ("\n\ndef last(items):\n", "\n\n# Now a shorter one.\n", "\n\nclass Stack:\n"):
             text += question

@@ -195,7 +195,7 @@ def test_samples_of_chains_that_end_early_follow_the_target(method: str) -> None
     early = []
 
     class Watched(Priced):
-        def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
+        def observe(self, context: Context, round_: Round) -> None:
             early.extend([0 < count < limit for count, limit in zip(round_.lens, context.limits, strict=True)])
 
     samples = sample(SETTINGS["temperature 1"], method=method, num_draft_tokens=Watched(4), **options)

@@ -204,7 +204,7 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
         if costs is not None and not fresh:
             outside = times.verify + times.host
             costs.record_round(lens, NUM_PROMPT_TOKENS, times.score, outside, cell.temperature == 0, is_cold=is_cold)
-        policy.observe(requested, _round(max(asked_lengths), drafts, times, is_cold), bool(fresh))
+        policy.observe(requested, _round(max(asked_lengths), drafts, times, is_cold, bool(fresh)))
         ended = [row.request.request_id for row in rows if row.left <= 0]
         if ended:
             policy.release(ended)
@@ -213,12 +213,12 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
     return num_tokens / seconds
 
 
-def _round(k: int, drafts: Sequence[_Drafts], times: PhaseTimes, is_cold: bool) -> Round:
+def _round(k: int, drafts: Sequence[_Drafts], times: PhaseTimes, is_cold: bool, is_prefill: bool) -> Round:
     accepted, depths = [each.num_accepted for each in drafts], [each.num_drafts for each in drafts]
     forced, reaches = [each.num_grammar_tokens for each in drafts], [each.reach for each in drafts]
     lens = [more + depth for more, depth in zip(forced, depths, strict=True)]
     judged = [min(taken + 1, depth) for taken, depth in zip(accepted, depths, strict=True)]
-    return Round(k, lens, depths, reaches, accepted, judged, times, is_cold=is_cold, num_grammar=forced)
+    return Round(k, lens, depths, reaches, accepted, judged, times, is_cold=is_cold, num_grammar=forced, is_prefill=is_prefill)
 
 
 def _as_measured(times: PhaseTimes, slowness: float, noise: random.Random) -> PhaseTimes:
@@ -277,8 +277,8 @@ class Recorded:
         self.may_draft |= {request: request.may_draft for request in context.requests}
         return self.lengths[-1]
 
-    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
-        if is_prefill:
+    def observe(self, context: Context, round_: Round) -> None:
+        if round_.is_prefill:
             self.starts.append(len(self.requested) - 1)
         self.left -= round_.k > 0
         if round_.k and self.left == 0:
@@ -287,7 +287,7 @@ class Recorded:
             self.num_cold -= 1
             round_.times.draft *= self.factor
             round_.times.host *= self.factor
-        self.inner.observe(context, round_, is_prefill)
+        self.inner.observe(context, round_)
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.inner.release(request_ids)

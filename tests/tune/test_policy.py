@@ -194,7 +194,7 @@ def test_prefill_by_the_draft_counts_in_whole_however_many_rounds_it_takes():
             times.draft_prefill = 0.01
         request.token_ids.extend([0] * (drafted + 1))
         costs.record_round([drafted], 50, times.score, times.verify + times.host)
-        policy.observe(context, Round(drafted, *[[drafted]] * 5, times), False)
+        policy.observe(context, Round(drafted, *[[drafted]] * 5, times))
         budget.append(policy._budget.left)
         if drafted:
             break
@@ -217,7 +217,7 @@ def test_the_order_of_requests_in_a_batch_does_not_matter():
             for request in context.requests:
                 request.token_ids.append(0)
             costs.record_round(lens, context.cache_len, times.score, times.overhead)
-            policy.observe(context, Round(max(lens), lens, lens, lens, [0, 0], [min(k, 1) for k in lens], times), False)
+            policy.observe(context, Round(max(lens), lens, lens, lens, [0, 0], [min(k, 1) for k in lens], times))
             found.append((lens, policy._budget.left, policy._probes._plan(policy._batch)))
     assert found[:40] == found[40:] and any(any(lens) for lens, *_ in found)
 
@@ -388,7 +388,7 @@ def test_next_to_a_request_with_its_own_k_another_gets_the_best_length(rates):
             request.token_ids.extend([0] * (count + 1))
         costs.record_round(lengths, 50, times.score, times.verify + times.host)
         judged = [min(taken + 1, length) for taken, length in zip(accepted, lengths, strict=True)]
-        policy.observe(context.limited(lengths), Round(8, lengths, lengths, lengths, accepted, judged, times), False)
+        policy.observe(context.limited(lengths), Round(8, lengths, lengths, lengths, accepted, judged, times))
         requested.append(lengths[1])
     if rates[0]:
         assert min(requested[20:]) >= 4

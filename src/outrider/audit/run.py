@@ -14,7 +14,7 @@ from outrider.audit.runner import AuditRunner, RoundSetup
 from outrider.audit.same_text import Grid, SameText
 from outrider.audit.sampling import AuditSettings, ReportProgress
 from outrider.bench.provenance import digest, provenance, same_program
-from outrider.engine.config import build_verifiers
+from outrider.engine.config import build_verifier
 from outrider.engine.llm import LLM
 from outrider.errors import OutriderError
 from outrider.proposers.base import Proposer
@@ -53,7 +53,7 @@ def certificates(
     """
     started, count, found = perf_counter(), len(audited.proposers), list[dict[str, Any]]()
     settings = replace(settings, alpha=settings.alpha / max(count, 1))  # Bonferroni: the given one holds for the whole audit
-    runner, verifier = AuditRunner(audited.llm.runner, batch), build_verifiers(audited.llm.speculation)[0]
+    runner, verifier = AuditRunner(audited.llm.runner, batch), build_verifier(audited.llm.speculation)
 
     def whole() -> dict[str, Any]:
         is_certified = 0 < len(found) == count and all(each["verdict"] == "certified" for each in found)

@@ -19,7 +19,6 @@ from outrider.runner import ModelRunner
 from outrider.sampling.randomness import key_of
 from outrider.types import OutriderError, Request, SamplingParams
 from outrider.verifiers.base import Verifier
-from outrider.verifiers.exact import ExactMatchVerifier
 from outrider.verifiers.rejection import RejectionVerifier
 
 WAVES = 12  # batches of samples per prefill of the prompt
@@ -95,10 +94,8 @@ class AuditRunner:
         return WAVES * max(self.batch - 1, 1)
 
     def _engine(self, setup: RoundSetup) -> Engine:
-        # as in engine.config: lossless verifiers are skipped in deterministic rounds
-        verifiers = setup.verifier, ExactMatchVerifier() if setup.verifier.lossless else setup.verifier
         scheduler = Scheduler(self.batch, self.target.max_len)
-        return Engine(self.target, setup.proposer, verifiers, FixedLength(setup.k), scheduler, setup.coupled)
+        return Engine(self.target, setup.proposer, setup.verifier, FixedLength(setup.k), scheduler, setup.coupled)
 
     def _run_from_one_prompt(self, engine: Engine, requests: Sequence[Request]) -> list[Emission]:
         """Run requests with one prompt: the first prefills it, the others copy its cache while it runs.

@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.audit.runner import AuditRunner, RoundSetup
 from outrider.bench.race import first_difference
-from outrider.engine.config import build_verifiers
+from outrider.engine.config import build_verifier
 from outrider.engine.llm import LLM
 from outrider.proposers.base import Proposer
 from outrider.proposers.plain import PlainProposer
@@ -56,7 +56,7 @@ class SameText:
         self.llm, self.grid, self.runner = llm, grid, AuditRunner(llm.runner)
         self.results: list[dict[str, Any]] = [dict(cell) for cell in done]
         self._proposers = {**proposers, PLAIN: PlainProposer()}
-        self._verifier = build_verifiers(llm.speculation)[0]
+        self._verifier = build_verifier(llm.speculation)
         self._plain: dict[float, list[list[int]]] = {}
 
     @property

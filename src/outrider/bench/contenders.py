@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.engine.config import build_engine, build_policy, build_proposer
-from outrider.engine.engine import Engine, Observation
+from outrider.engine.engine import Engine
 from outrider.engine.policy import FixedLength, LengthPolicy
+from outrider.engine.round import RoundResult
 from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
 from outrider.registry import PLAIN, PROPOSERS
@@ -77,9 +78,9 @@ class Contenders:
         self.prepare(contender)
         llm, rounds = self.llm, list[Round]()
 
-        def record(seen: Observation) -> None:
-            if not seen.is_prefill:
-                rounds.append(seen.round)
+        def record(_: RoundResult, round_: Round) -> None:
+            if not round_.is_prefill:
+                rounds.append(round_)
 
         engine = self._engines[PLAIN if contender.is_plain else contender.method]
         before, policy = llm.engine, engine.policy

@@ -81,7 +81,7 @@ class Run:
         for round_ in self.rounds:
             for num_drafts, reached, accepted in zip(round_.num_drafts, round_.num_reached, round_.num_accepted, strict=True):
                 stats.add_counts(num_drafts, reached, accepted, num_emitted=accepted + 1)
-            stats.add_times(round_, is_prefill=False, emitted_per_request=0.0, plain=None)
+            stats.add_times(round_, emitted_per_request=0.0, plain=None)
         return stats
 
     @property

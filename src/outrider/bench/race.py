@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outrider.engine.config import build_engine, build_scheduler
-from outrider.engine.engine import Engine, Observation
+from outrider.engine.engine import Engine
 from outrider.engine.outputs import Emission
 from outrider.engine.policy import LengthPolicy
+from outrider.engine.round import RoundResult
 from outrider.engine.stats import GenerationStats
-from outrider.types import OutriderError, Request, SamplingParams
+from outrider.types import OutriderError, Request, Round, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -49,9 +50,9 @@ class Lane:
 
     def step(self) -> Step:
         """Run one round. Raises ``OutriderError`` if the target fails."""
-        seen: list[Observation] = []
+        seen: list[tuple[RoundResult, Round]] = []
         engine = self.engine
-        engine.observer = seen.append
+        engine.observer = lambda result, round_: seen.append((result, round_))
         emissions = engine.step()
         while not emissions:  # a long prompt is prefilled in chunks
             emissions = engine.step()
@@ -59,14 +60,15 @@ class Lane:
         self.finish_reason = emission.finish_reason
         if emission.finish_reason == "error" or not seen:
             raise OutriderError(emission.error or "the target failed")
-        self.clock += seen[0].round.times.total
-        if seen[0].is_prefill:
+        result, round_ = seen[0]
+        self.clock += round_.times.total
+        if round_.is_prefill:
             self.first_seconds = self.clock
         else:
-            round_, num_tokens = seen[0].round, len(emission.token_ids)
+            num_tokens = len(emission.token_ids)
             self.stats.add_counts(round_.num_drafts[0], round_.num_reached[0], round_.num_accepted[0], num_tokens)
-            self.stats.add_times(round_, False, num_tokens, None)
-        return Step(self, emission, seen[0])
+            self.stats.add_times(round_, num_tokens, None)
+        return Step(self, emission, result, round_)
 
     def leave(self) -> None:
         """Free the request's cache."""
@@ -80,7 +82,8 @@ class Step:
 
     lane: Lane
     emission: Emission
-    seen: Observation
+    result: RoundResult
+    round: Round
 
 
 class Race:

@@ -1,18 +1,16 @@
-"""Measure the time of each phase of a step with wrappers around proposer and runner, so that the round has no timing code."""
+"""Measure the time of each phase of a step. ``ClockedRunner`` and guard.py enter the phases: the round has no timing code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
 import torch
 
-from outrider.proposers.base import Proposer
-from outrider.proposers.wrapper import ProposerWrapper
 from outrider.runner import ModelRunner
 from outrider.runner.graphs import wait_for
-from outrider.types import Context, PhaseTimes, Proposal, Request, Scores, Verdict
+from outrider.types import Context, PhaseTimes, Proposal, Scores, Verdict
 
 
 class PhaseClock:
@@ -47,22 +45,6 @@ class PhaseClock:
         self.enter(self._phase)
         times, self._times = self._times, PhaseTimes()
         return times
-
-
-class ClockedProposer(ProposerWrapper):
-    """A proposer whose drafting and prefill are timed."""
-
-    def __init__(self, inner: Proposer, clock: PhaseClock) -> None:
-        super().__init__(inner)
-        self._clock = clock
-
-    def prefill(self, requests: Sequence[Request]) -> list[bool]:
-        with self._clock.phase("draft_prefill"):
-            return self.inner.prefill(requests)
-
-    def propose(self, context: Context, k: int) -> Proposal:
-        with self._clock.phase("draft"):
-            return self.inner.propose(context, k)
 
 
 class ClockedRunner:

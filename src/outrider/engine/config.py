@@ -79,9 +79,10 @@ def build_scheduler(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | No
 def build_engine(
     speculation: Speculation, runner: ModelRunner, proposer: Proposer, policy: LengthPolicy, scheduler: Scheduler
 ) -> Engine:
-    """Return an engine with the verifiers, coupling and grammar drafts of ``speculation``."""
-    verifiers, grammar_drafts = build_verifiers(speculation), uses_grammar_drafts(speculation)
-    return Engine(runner, proposer, verifiers, policy, scheduler, speculation.same_text, grammar_drafts)
+    """Return an engine with the verifier, coupling and grammar drafts of ``speculation``. K = 0 requests plain decoding."""
+    grammar_drafts = speculation.grammar_drafts and speculation.num_draft_tokens != 0
+    verifier = build_verifier(speculation)
+    return Engine(runner, proposer, verifier, policy, scheduler, speculation.same_text, grammar_drafts)
 
 
 def eos_token_ids(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
@@ -195,16 +196,13 @@ def in_one_line(failure: Exception) -> str:
     return one_line(f"{type(failure).__name__}: {failure}")[:300]
 
 
-def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
-    """Return the verifier for sampled rounds and the one for deterministic rounds."""
-    verifier = speculation.verifier
-    sampled: Verifier = VERIFIERS.get(verifier)() if isinstance(verifier, str) else verifier
-    if not sampled.lossless:
-        name = type(sampled).__name__
-        logger.warning("%s is lossy: the output does not follow the target's distribution", name)
-    deterministic: Verifier = VERIFIERS.get("exact")()
-    # A lossy verifier also applies to greedy rounds; a lossless one would give the same result more slowly.
-    return sampled, deterministic if sampled.lossless else sampled
+def build_verifier(speculation: Speculation) -> Verifier:
+    """Return the verifier of sampled rounds; warn if it is lossy."""
+    given = speculation.verifier
+    verifier: Verifier = VERIFIERS.get(given)() if isinstance(given, str) else given
+    if not verifier.lossless:
+        logger.warning("%s is lossy: the output does not follow the target's distribution", type(verifier).__name__)
+    return verifier
 
 
 def warn_of_limits(speculation: Speculation, config: RunnerConfig, runner: ModelRunner, proposer: Proposer) -> None:
@@ -235,8 +233,3 @@ def longest_draft(speculation: Speculation, proposer: Proposer) -> int:
     """Return the largest K that a round may request: the fixed number, or the maximum for ``auto``."""
     k = speculation.num_draft_tokens
     return min(k if isinstance(k, int) else proposer.auto_drafts, proposer.max_drafts)
-
-
-def uses_grammar_drafts(speculation: Speculation) -> bool:
-    """Return whether tokens determined by a grammar are drafted: False for K = 0, which requests plain decoding."""
-    return speculation.grammar_drafts and speculation.num_draft_tokens != 0

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from outrider.engine.clock import ClockedProposer, ClockedRunner, PhaseClock
+from outrider.engine.clock import ClockedRunner, PhaseClock
 from outrider.engine.grammar_drafts import GrammarDrafts
 from outrider.engine.guard import GuardedProposer
 from outrider.engine.ledger import Ledger
@@ -31,20 +31,9 @@ from outrider.sampling import Sampler
 from outrider.sampling.min_tokens import check_masks
 from outrider.types import Context, OutriderError, Proposal, Request, Round
 from outrider.verifiers.base import Verifier
+from outrider.verifiers.exact import ExactMatchVerifier
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """A round with all its tensors, which are valid until the next step only.
-
-    Its tokens are committed: penalties, ``min_tokens`` and grammars of its sampler apply to the next round's positions.
-    """
-
-    result: RoundResult
-    round: Round
-    is_prefill: bool
 
 
 class Engine:
@@ -54,22 +43,22 @@ class Engine:
         self,
         runner: ModelRunner,
         proposer: Proposer,
-        verifiers: tuple[Verifier, Verifier],
+        verifier: Verifier,
         policy: LengthPolicy,
         scheduler: Scheduler,
         coupled: bool = False,
         grammar_drafts: bool = True,
     ) -> None:
-        """``verifiers``: for sampled rounds, and for deterministic rounds.
-
-        ``coupled``: key the sampler's noise by seed and position. ``grammar_drafts``: draft the tokens that a request's grammar
-        determines, independently of proposer and policy.
+        """``coupled``: key the sampler's noise by seed and position. ``grammar_drafts``: draft the tokens that a request's
+        grammar determines, independently of proposer and policy.
         """
         self.runner = runner
         self.proposer = proposer
         self.policy = policy
         self.scheduler = scheduler
-        self.observer: Callable[[Observation], None] | None = None  # called after each round; its time is not counted
+        # Called after each round; its time is not counted. The tensors are valid until the next step only. The tokens are
+        # committed: penalties, ``min_tokens`` and grammars of the sampler apply to the next round's positions.
+        self.observer: Callable[[RoundResult, Round], None] | None = None
         self._make_sampler = partial(
             Sampler,
             vocab_size=runner.vocab_size,
@@ -80,15 +69,19 @@ class Engine:
         self._hidden = proposer.needs_hidden
         self._clock = PhaseClock(runner.device)
         self._ledger = Ledger(runner.costs, drafts_with_model=not proposer.is_model_free)
-        supports_trees = runner.supports_trees and all(verifier.supports_trees for verifier in verifiers)
-        self._guard = GuardedProposer(
-            ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, supports_trees
-        )
+        # A lossy verifier also applies to deterministic rounds; a lossless one would give the same result more slowly.
+        deterministic = ExactMatchVerifier() if verifier.lossless else verifier
+        supports_trees = runner.supports_trees and verifier.supports_trees
+        self._guard = GuardedProposer(proposer, self._clock, runner.vocab_size, self._ledger.add_faults, supports_trees)
         ahead = proposer.drafts_ahead and not self._hidden  # forced tokens have no hidden states before they are scored
         drafter = GrammarDrafts(self._guard, drafts_ahead=ahead, max_drafts=runner.max_drafts)
         self._grammar_drafts = drafter if grammar_drafts else None
         self._parts = Parts(
-            self._grammar_drafts or self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden
+            self._grammar_drafts or self._guard,
+            ClockedRunner(runner, self._clock),
+            scheduler,
+            (verifier, deterministic),
+            self._hidden,
         )
 
     @property
@@ -226,8 +219,8 @@ class Engine:
             return None, failure.__cause__
 
     def _stop_drafts(self, request: Request, error: BaseException | None) -> None:
-        """Pause the proposer, and stop the drafts of the grammar, for a request on whose drafts the target fails."""
-        self._guard.pause([request], f"the target fails on its drafts: {type(error).__name__}: {error}")
+        """Stop the drafts of the proposer and of the grammar for a request on whose drafts the target fails."""
+        self._guard.stop([request], f"the target fails on its drafts: {type(error).__name__}: {error}")
         if self._grammar_drafts is not None:
             self._grammar_drafts.stop(request)
 
@@ -237,19 +230,18 @@ class Engine:
         ended = [entry.request.request_id for entry in batch.entries if entry.finish_reason is not None]
         if ended:
             self._retire(ended)
-        is_prefill = batch.is_prefill
-        round_, origins = self._ledger.record(result, self._clock.take(), is_prefill)
+        round_, origins = self._ledger.record(result, self._clock.take(), batch.is_prefill)
         if requested is not None:
-            self.policy.observe(requested, round_, is_prefill)
+            self.policy.observe(requested, round_)
         emissions = [self._emission(entry, b, result, origins[b]) for b, entry in enumerate(batch.entries)]
-        if is_prefill:
+        if round_.is_prefill:
             for entry in batch.entries:
                 self.scheduler.move(entry, State.DECODE)
         if ended:
             self._forget(ended)
         if self.observer is not None:
             self._clock.enter(None)
-            self.observer(Observation(result, round_, is_prefill))
+            self.observer(result, round_)
         return emissions
 
     def _emission(self, entry: Entry, b: int, result: RoundResult, origins: list[str]) -> Emission:
@@ -322,14 +314,16 @@ class Engine:
 
     def _admit(self) -> list[Emission]:
         """Admit waiting requests. Returns error emissions for those whose cache could not be copied."""
-        failed = []
-        for entry in self.scheduler.admit(self._reserve):
+        failed, admitted = [], self.scheduler.admit(self._reserve)
+        for entry in admitted:
             try:
                 self._fork(entry)
                 if entry.state is State.PREFILL:
                     self._start(entry.request)
             except Exception as error:
                 failed.append(self._fail(entry, error))
+        if admitted:
+            self._guard.drop_prompts(entry.fork_of for entry in self.scheduler.waiting)
         return failed
 
     def _start(self, request: Request) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -78,6 +78,12 @@ class FeatureStore:
     def keep_prompt(self, request_id: str) -> None:
         """Keep the hidden states of this request's prompt for requests that will be forked from it."""
         self._prompts.setdefault(request_id, None)
+
+    def drop_prompts(self, needed: Iterable[str | None]) -> None:
+        """Drop the hidden states of prompts, except those of the requests ``needed``, from which others will be forked."""
+        if self._prompts:
+            kept = set(needed)
+            self._prompts = {request_id: states for request_id, states in self._prompts.items() if request_id in kept}
 
     def fork(self, source_id: str, request: Request) -> bool:
         """Give a new request the hidden states of the shared prompt without its last token. Return False without any yet."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from outrider.engine.clock import PhaseClock
 from outrider.engine.features import FeatureStore
 from outrider.engine.round import RoundResult
 from outrider.engine.validation import Checked, check, without_unusable
@@ -18,9 +19,6 @@ from outrider.types import Context, Proposal, Request, RequestFault, Verdict
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE = 64  # rounds without drafts after a request's first fault; doubled by each further fault
-MAX_DOUBLINGS = 6  # the longest pause has 4096 rounds
-
 
 @dataclass(slots=True)
 class _Drafting:
@@ -28,46 +26,46 @@ class _Drafting:
 
     fork_of: str | None = None  # id of a request with the same prompt
     is_prefilled: bool = False
-    num_faults: int = 0
-    paused_until: int = 0  # ``_round_index`` from which drafting is tried again
+    has_failed: bool = False  # there are no more drafts for it
 
 
 class GuardedProposer:
-    """Calls a proposer for requests that are not paused, validates its proposals and catches its exceptions."""
+    """Calls and times a proposer for requests on which it has not failed, validates its proposals, catches its exceptions."""
 
     def __init__(
-        self, proposer: Proposer, vocab_size: int, report: Callable[[Sequence[str]], None], supports_trees: bool
+        self,
+        proposer: Proposer,
+        clock: PhaseClock,
+        vocab_size: int,
+        report: Callable[[Sequence[str]], None],
+        supports_trees: bool,
     ) -> None:
-        """``report`` is called with the ids of requests that are paused.
+        """``report`` is called with the ids of requests on which the proposer fails.
 
         ``supports_trees``: whether target and verifiers support trees. If not, each tree is reduced to its first path.
         """
-        self._proposer, self._vocab_size, self._report = proposer, vocab_size, report
+        self._proposer, self._clock, self._vocab_size, self._report = proposer, clock, vocab_size, report
         self._supports_trees = supports_trees
         self._nodes: dict[str, list[int]] = {}  # request -> indices of its drafts in the proposer's tree; empty: unchanged
         self._features = FeatureStore(proposer.needs_hidden)
         self._requests: defaultdict[str, _Drafting] = defaultdict(_Drafting)
         self._drafted: set[str] = set()  # requests of this round that the proposer drafted for
-        self._round_index = 0
         self._empty = Proposal.empty(1)
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         """Prefill the next chunk of prompts that are new to the proposer. Return which requests can be drafted for."""
         known = [self._drafting(request) for request in requests]
-        can_draft = [self._can_draft(drafting) for drafting in known]
-        rows = zip(requests, known, can_draft, strict=True)
-        fresh = [request for request, drafting, can in rows if can and not drafting.is_prefilled]
-        if not fresh:
-            return can_draft
-        try:
-            self._prefill(fresh)
-        except Exception as error:
-            self._pause_at_fault(fresh, error)
-        return [can and drafting.is_prefilled for drafting, can in zip(known, can_draft, strict=True)]
+        rows = zip(requests, known, strict=True)
+        fresh = [request for request, drafting in rows if not (drafting.is_prefilled or drafting.has_failed)]
+        if fresh:
+            try:
+                self._prefill(fresh)
+            except Exception as error:
+                self._stop_at_fault(fresh, error)
+        return [drafting.is_prefilled for drafting in known]
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Return the proposer's drafts for each request with a limit above 0, none for the others."""
-        self._round_index += 1
         self._drafted, self._nodes = set(), {}
         batch = len(context.requests)
         rows = [b for b, limit in enumerate(context.limits) if limit > 0] if k > 0 else []
@@ -76,16 +74,18 @@ class GuardedProposer:
         context = context.take(rows)
         try:
             view = self._features.attach(context) if self._features.layers else context
-            checked = without_unusable(check(self._proposer.propose(view, k), context.limits, k, self._vocab_size), context)
+            with self._clock.phase("draft"):
+                proposal = self._proposer.propose(view, k)
+            checked = without_unusable(check(proposal, context.limits, k, self._vocab_size), context)
             if checked.proposal.parents is not None:
                 checked = self._as_scored(checked, context)
         except Exception as error:
-            self._pause_at_fault(context.requests, error)
+            self._stop_at_fault(context.requests, error)
             return self._no_drafts(batch)
         finally:
             self._features.discard(context.request_ids)  # the proposer has read the hidden states of all
         for row, reason in checked.faults.items():
-            self.pause([context.requests[row]], reason)
+            self.stop([context.requests[row]], reason)
         self._drafted = {name for row, name in enumerate(context.request_ids) if row not in checked.faults}
         return checked.proposal if len(rows) == batch else checked.proposal.scatter(rows, batch)
 
@@ -101,7 +101,7 @@ class GuardedProposer:
                 verdict = _in_tree(verdict, [self._nodes[request_id] for request_id in context.request_ids])
             self._proposer.commit(context, verdict)
         except Exception as error:
-            self.pause(context.requests, error)
+            self.stop(context.requests, error)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Drop the state of requests."""
@@ -115,15 +115,13 @@ class GuardedProposer:
         """Give the proposer no verdict on a request's drafts of this round."""
         self._drafted.discard(request.request_id)
 
-    def pause(self, requests: Sequence[Request], reason: str | Exception) -> None:
-        """Pause drafting for requests and drop the proposer's state for them; it gets no verdict on their current drafts."""
+    def stop(self, requests: Sequence[Request], reason: str | Exception) -> None:
+        """Stop drafting for requests and drop the proposer's state for them; it gets no verdict on their current drafts."""
         ids = [request.request_id for request in requests]
         for request in requests:
             self.forget_drafts(request)
             drafting = self._drafting(request)
-            drafting.is_prefilled = False
-            drafting.paused_until = self._round_index - 1 + (FIRST_PAUSE << min(drafting.num_faults, MAX_DOUBLINGS))
-            drafting.num_faults += 1
+            drafting.is_prefilled, drafting.has_failed = False, True
         self._report(ids)
         if isinstance(reason, Exception):
             logger.debug("proposer %r failed", self._proposer.name, exc_info=reason)
@@ -138,13 +136,17 @@ class GuardedProposer:
         if self._features.layers:
             self._features.keep_prompt(request_id)
 
+    def drop_prompts(self, needed: Iterable[str | None]) -> None:
+        """Drop the hidden states of prompts, except those of the requests ``needed``."""
+        self._features.drop_prompts(needed)
+
     def start(self, request: Request) -> int:
         """See ``Proposer.start``; the whole prompt for a request without drafts, whose hidden states are not needed."""
         if request.takes_drafts:
             try:
                 return self._proposer.start(request)
             except Exception as error:
-                self._pause_at_fault([request], error)
+                self._stop_at_fault([request], error)
         return len(request.token_ids) - 1
 
     def fork(self, source_id: str, request: Request) -> bool:
@@ -160,7 +162,7 @@ class GuardedProposer:
         for b, request in enumerate(result.context.requests):
             if not request.takes_drafts:
                 self._features.discard([request.request_id])  # the policy may have left it out just now
-            elif not self._drafting(request).num_faults:
+            elif not self._drafting(request).has_failed:
                 num_before = len(request.token_ids) - len(result.token_ids[b])
                 self._features.keep(request, num_before, result.scores.hidden, b, lens[b], result.verdict.paths[b])
 
@@ -168,10 +170,6 @@ class GuardedProposer:
 
     def _drafting(self, request: Request) -> _Drafting:
         return self._requests[request.request_id]
-
-    def _can_draft(self, drafting: _Drafting) -> bool:
-        # After a fault the hidden states of committed tokens are lost: a proposer that needs them is not called again.
-        return self._round_index >= drafting.paused_until and not (drafting.num_faults and self._features.layers)
 
     def _as_scored(self, checked: Checked, context: Context) -> Checked:
         """Reduce trees to chains unless target and verifiers support trees; keep the indices in the proposer's trees."""
@@ -193,7 +191,9 @@ class GuardedProposer:
                 source = self._drafting(request).fork_of
                 if source is not None and source in self._requests and self._requests[source].is_prefilled:
                     self._proposer.fork(source, request)
-            for request, is_prefilled in zip(part, self._proposer.prefill(part) if part else (), strict=True):
+            with self._clock.phase("draft_prefill"):
+                are_prefilled = self._proposer.prefill(part) if part else []
+            for request, is_prefilled in zip(part, are_prefilled, strict=True):
                 self._drafting(request).is_prefilled = is_prefilled
 
     def _no_drafts(self, batch: int) -> Proposal:
@@ -201,11 +201,11 @@ class GuardedProposer:
             self._empty = Proposal.empty(batch)
         return self._empty
 
-    def _pause_at_fault(self, requests: Sequence[Request], error: Exception) -> None:
-        """Pause the requests that a ``RequestFault`` names; any other error pauses all these requests."""
+    def _stop_at_fault(self, requests: Sequence[Request], error: Exception) -> None:
+        """Stop drafting for the requests that a ``RequestFault`` names, for all of them after any other error."""
         named = error.request_ids if isinstance(error, RequestFault) else ()
         at_fault = [request for request in requests if request.request_id in named] or requests
-        self.pause(at_fault, error)
+        self.stop(at_fault, error)
 
     def _remove(self, request_ids: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:
         for request_id in request_ids:

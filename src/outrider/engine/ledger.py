@@ -51,8 +51,7 @@ class Ledger:
         """Record a round. Return its counts and times, and the origin of each emitted token of each request.
 
         Origins are "accepted", "corrected" (after a rejection), "bonus" (after all drafts were accepted), "plain" (without
-        drafts), or "grammar" (a draft of a grammar, which the acceptance counts exclude). ``is_prefill``: the pass
-        also prefilled prompts, so its time is not the cost of a decoding pass.
+        drafts), or "grammar" (a draft of a grammar, which the acceptance counts exclude).
         """
         proposal, lens = result.proposal, result.proposal.lens.tolist()
         is_grammar = [[False] * n for n in lens] if proposal.is_grammar is None else proposal.is_grammar.tolist()
@@ -87,16 +86,17 @@ class Ledger:
             first_layer=result.scores.first_layer,
             is_cold=is_cold,
             num_grammar=num_grammar,
+            is_prefill=is_prefill,
         )
-        self._record_times(result, round_, is_prefill)
+        self._record_times(result, round_)
         return round_, origins
 
-    def _record_times(self, result: RoundResult, round_: Round, is_prefill: bool) -> None:
+    def _record_times(self, result: RoundResult, round_: Round) -> None:
         """Add a round's times to the costs of passes, to each request and to the total."""
         requests, times = result.context.requests, round_.times
         cache_len = result.context.cache_len
         is_greedy = all([request.params.is_greedy for request in requests])
-        if not is_prefill:
+        if not round_.is_prefill:
             self._costs.record_round(
                 round_.lens, cache_len, times.score, times.overhead, is_greedy, round_.first_layer, round_.is_cold
             )
@@ -104,8 +104,8 @@ class Ledger:
         num_emitted = 0
         for request, token_ids in zip(requests, result.token_ids, strict=True):
             num_emitted += len(token_ids)
-            self.stats_of(request.request_id).add_times(round_, is_prefill, len(token_ids), plain)
-        self.total.add_times(round_, is_prefill, num_emitted / len(requests), plain)
+            self.stats_of(request.request_id).add_times(round_, len(token_ids), plain)
+        self.total.add_times(round_, num_emitted / len(requests), plain)
 
 
 def path_depths(proposal: Proposal, is_skipped: Sequence[Sequence[bool]]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -9,12 +10,12 @@ from outrider.types import Context, DraftPrices, OutriderError, Request, Round
 
 
 class LengthPolicy(Protocol):
-    """Chooses K for each request in each round."""
+    """Chooses K for each request in each round. A subclass needs ``next_lengths`` only."""
 
     @property
     def prices(self) -> DraftPrices | None:
         """Return the cost of a further draft, in expected tokens; None: the proposer makes as many drafts as requested."""
-        ...
+        return None
 
     def start(self, request: Request, batch: int, num_draft_cached: int, num_recomputed: int) -> bool:
         """Start a new request without its own K, before its first round. Return whether it takes part in drafting.
@@ -23,8 +24,9 @@ class LengthPolicy(Protocol):
         further ones that the target has cached, but must process again if the request takes part; ``batch``: the running
         requests, with this one.
         """
-        ...
+        return True
 
+    @abstractmethod
     def next_lengths(self, context: Context) -> list[int]:
         """Return K for each request of this round; 0 for all of them is plain decoding.
 
@@ -32,22 +34,20 @@ class LengthPolicy(Protocol):
         """
         ...
 
-    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
-        """Learn from a committed round. With ``is_prefill`` its times include the prefill of prompts.
+    def observe(self, context: Context, round_: Round) -> None:
+        """Learn from a committed round.
 
         Requests with their own K (``num_draft_tokens``) used that one.
         """
-        ...
+        return
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Remove requests that ended."""
-        ...
+        return
 
 
-class FixedLength:
+class FixedLength(LengthPolicy):
     """Uses the same K for every request and round."""
-
-    prices = None
 
     def __init__(self, k: int) -> None:
         if k < 0:
@@ -59,9 +59,3 @@ class FixedLength:
 
     def next_lengths(self, context: Context) -> list[int]:
         return [self.k] * len(context.requests)
-
-    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
-        """Do nothing."""
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        """Do nothing."""

@@ -57,24 +57,24 @@ class GenerationStats:
         self.most_drafts = max(self.most_drafts, num_drafts)
         self.num_reached += num_reached
 
-    def add_times(self, round_: Round, is_prefill: bool, emitted_per_request: float, plain: PlainRound | None) -> None:
+    def add_times(self, round_: Round, emitted_per_request: float, plain: PlainRound | None) -> None:
         """Add the times of a round. ``plain``: predicted seconds of a plain decoding round, None if unknown."""
         times = round_.times
         self.times.add(times)
         self.num_steps += 1
         self.num_draft_steps += round_.most_proposed
         self.shared_seconds += times.prefill
-        if is_prefill or not round_.has_drafts:
+        if round_.is_prefill or not round_.has_drafts:
             self.shared_seconds += times.score + times.overhead
         if not round_.has_drafts:
             return
-        num_replaced = emitted_per_request - is_prefill  # prefill yields a token in plain decoding too
+        num_replaced = emitted_per_request - round_.is_prefill  # prefill yields a token in plain decoding too
         self.num_replaced += num_replaced
         if plain is None:
             return
         self.num_priced += num_replaced
         self.priced_seconds += num_replaced * (plain.score + (times.overhead if plain.overhead is None else plain.overhead))
-        if not is_prefill:
+        if not round_.is_prefill:
             self.pass_seconds += plain.score
             self.num_timed_rounds += 1
 
@@ -118,14 +118,6 @@ class GenerationStats:
     def draft_acceptance_rate(self) -> float:
         """Return accepted drafts / drafted tokens. Unlike alpha it decreases with K."""
         return self.num_accepted / self.num_drafts if self.num_drafts else 0.0
-
-    @property
-    def acceptance_by_position(self) -> list[float]:
-        """Return, for each index i, the share of all rounds in which draft i was accepted."""
-        histogram = tuple(self.acceptance_histogram.items())  # a copy: another thread may add to it
-        longest = max([accepted for accepted, _ in histogram], default=0)
-        rounds = max(sum(count for _, count in histogram), 1)
-        return [sum(count for accepted, count in histogram if accepted > i) / rounds for i in range(longest)]
 
     @property
     def cost_ratio(self) -> float | None:

@@ -37,7 +37,7 @@ class Proposer(ABC):
         """Draft at most ``min(k, context.limits[b])`` tokens on each path of request b.
 
         The engine cuts longer chains; deeper trees are scored as they are, except that a request's own K removes nodes. An
-        exception pauses drafting for all requests of the context, a ``RequestFault`` (such as the sampler's ``InvalidLogits``)
+        exception ends drafting for all requests of the context, a ``RequestFault`` (such as the sampler's ``InvalidLogits``)
         only for those that it names. Read ``context.hidden`` before raising: these states are not passed again.
         """
 

@@ -35,7 +35,7 @@ class InvalidLogits(RequestFault):
 
 
 class Sampler:
-    """Sampler of B requests, built once per batch composition; implements ``types.BatchSampler``, which explains the arguments.
+    """Sampler of B requests, built once per batch composition; implements ``types.BatchSampler``, which describes the methods.
 
     Order: logit bias and token masks, ``min_tokens``, grammars, repetition penalty (prompt and output), presence and frequency
     penalties (output), temperature, top-k, top-p, min-p. Padding of ``drafts`` must be valid ids.
@@ -70,7 +70,6 @@ class Sampler:
         self._source: Sampler | None = None  # sampler that this one continues
 
     def for_batch(self, requests: Sequence[Request]) -> Sampler:
-        """Return the sampler of another batch. It shares the biases and token counts of requests in both."""
         return Sampler(requests, self.vocab_size, self.device, self.coupled, self.eos_token_ids, earlier=self)
 
     def take(self, rows: Sequence[int]) -> Sampler:
@@ -126,7 +125,6 @@ class Sampler:
         start: int = 0,
         lens: Tensor | None = None,
     ) -> Tensor:
-        """Return probabilities float32 [B, M, V] (float64 stays float64); greedy rows are one-hot. Raises ``InvalidLogits``."""
         counts = _counts(logits, lens)
         scores = self._scores(logits, drafts, parents, start, counts)
         if self._all_greedy:
@@ -139,28 +137,18 @@ class Sampler:
     def likeliest(
         self, logits: Tensor, top_k: int, drafts: Tensor | None = None, parents: Tensor | None = None, start: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return the K tokens that ``tokens`` most likely returns in a deterministic round, and estimates of their
-        probabilities, int64 and float [B, M, K]. The estimate is the softmax of the scores (greedy rows: at temperature 1;
-        coupled rows: with noise).
-        """
         scores = self._scores(logits, drafts, parents, start, _counts(logits, None))
         return self._shaping.likeliest(scores, self._noise_keys(scores.shape[1], parents, start), top_k)
 
     def bernoulli(self, probs: Tensor) -> Tensor:
-        """Draw Bernoulli variables: float [B, N] in [0, 1] -> bool [B, N]; entry (b, i) does not depend on B and N."""
         uniform = torch.tensor(self._uniforms(_ACCEPT, self._next_call(_ACCEPT), probs.shape[1]), dtype=torch.float64)
         return uniform.view(probs.shape).to(probs.device) < probs
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """Sample the last token of a round for each request: float [B, V] -> int64 [B]; never one with probability 0."""
         call = self._next_call(_NEXT_TOKEN)
         return sample_inverse_cdf(probs, [uniform for (uniform,) in self._uniforms(_NEXT_TOKEN, call, 1)])
 
     def draw(self, probs: Tensor, index: int) -> Tensor:
-        """Sample draft ``index`` of the round, keyed by (seed, sequence length, index): float [B, V] -> int64 [B].
-
-        For proposers: unlike ``categorical``, independent of how many drafts other requests have.
-        """
         self._sync_round()
         return sample_inverse_cdf(probs, [uniform for (uniform,) in self._uniforms(_DRAFT, index, 1)])
 

@@ -198,13 +198,13 @@ class DraftLengthPolicy:
 
     # --- learning -----------------------------------------------------------------------------------------------------------
 
-    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
+    def observe(self, context: Context, round_: Round) -> None:
         """Learn from a round: acceptance, cost, and gained or lost time."""
         batch, times = self._batch, round_.times
-        num_grammar = self._learn_grammar(round_, is_prefill) if batch.has_grammars else [0] * len(batch.tracks)
+        num_grammar = self._learn_grammar(round_) if batch.has_grammars else [0] * len(batch.tracks)
         self._prefill_seconds += times.draft_prefill
         if round_.k == 0 or self._is_plain:
-            if not is_prefill and not round_.is_cold:
+            if not round_.is_prefill and not round_.is_cold:
                 self._num_unchecked = 0
             self._probes.wait -= 1
             if batch.plain is not None:
@@ -214,9 +214,9 @@ class DraftLengthPolicy:
             rows = zip(context.limits, round_.proposed_depths, num_grammar, strict=True)
             drafted_for = [b for b, (limit, depth, others) in enumerate(rows) if limit > 0 and (depth or not others)]
             if drafted_for:
-                self._observe_drafts(drafted_for, context, round_, is_prefill)
+                self._observe_drafts(drafted_for, context, round_)
 
-    def _observe_drafts(self, drafted_for: Sequence[int], context: Context, round_: Round, is_prefill: bool) -> None:
+    def _observe_drafts(self, drafted_for: Sequence[int], context: Context, round_: Round) -> None:
         """Learn from a round that drafted for these requests."""
         batch, times, k = self._batch, round_.times, round_.most_proposed or round_.k
         costs, plain, num_drafting = batch.costs, batch.plain, len(drafted_for)
@@ -227,14 +227,14 @@ class DraftLengthPolicy:
             step = costs.draft(k, num_drafting, plain or 0.0)
             catch_up = costs.record_catch_up(self._prefill_seconds + times.draft - step, num_unseen, plain or 0.0)
             self._prefill_seconds = 0.0
-        if not is_prefill:
+        if not round_.is_prefill:
             if round_.most_proposed:
                 costs.record_drafted_round(len(round_.depths), times.overhead, round_.first_layer, plain or inf)
             if num_unseen <= 0:  # otherwise the time includes catching up
                 costs.record_drafts(k, num_drafting, times.draft, plain or inf)
         self._learn(drafted_for, context, round_)
         if not self._has_own_k:  # rounds of requests with their own K do not depend on decisions
-            self._budget.charge(round_, batch, num_drafting, catch_up if self._is_probe else 0.0, is_prefill)
+            self._budget.charge(round_, batch, num_drafting, catch_up if self._is_probe else 0.0)
         if self._is_probe:
             outcomes = zip(self._requests, round_.depths, round_.num_accepted, strict=True)
             made = [(drafts, accepted) for request, drafts, accepted in outcomes if drafts and request.num_draft_tokens is None]
@@ -284,11 +284,11 @@ class DraftLengthPolicy:
             track.retry_interval = min(2 * track.retry_interval, MAX_PAUSE)
         track.rounds_to_retry = track.retry_interval
 
-    def _learn_grammar(self, round_: Round, is_prefill: bool) -> list[int]:
+    def _learn_grammar(self, round_: Round) -> list[int]:
         """Learn how many rows a grammar's drafts take. Return those of this round, per request."""
         batch, num_grammar = self._batch, round_.num_grammar or [0] * len(round_.depths)
         for track, count, num_accepted in zip(batch.tracks, num_grammar, round_.num_accepted, strict=True):
             track.add_grammar(count, num_accepted + 1)
-        if any(num_grammar) and not any(round_.depths) and not is_prefill:  # perhaps no round is without them
+        if any(num_grammar) and not any(round_.depths) and not round_.is_prefill:  # perhaps no round is without them
             batch.costs.record_drafted_round(len(num_grammar), round_.times.overhead, None, batch.plain or inf)
         return num_grammar

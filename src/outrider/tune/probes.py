@@ -30,7 +30,7 @@ class Budget:
         """Add the time that a round won against plain decoding, and the share of its time that may be lost; in plain rounds."""
         self.left = min(self.left + won + EXPLORATION_SHARE * spent, self.most)
 
-    def charge(self, round_: Round, batch: TrackedBatch, num_drafting: int, catch_up: float, is_prefill: bool) -> None:
+    def charge(self, round_: Round, batch: TrackedBatch, num_drafting: int, catch_up: float) -> None:
         """Take the time that a round lost against plain decoding, or add the time that it won.
 
         Typical times are used, so that an outlier does not count against drafting. A probe also pays for ``catch_up``, the
@@ -41,7 +41,7 @@ class Budget:
             return
         costs, cache_len = batch.costs, batch.context.cache_len
         seconds = costs.round(round_.k, round_.lens, round_.most_proposed, num_drafting, cache_len)
-        if not is_prefill:
+        if not round_.is_prefill:
             seconds = min(round_.times.total, seconds)
         if round_.num_grammar is not None:  # these rows would also be scored without drafts
             seconds -= costs.widening(round_.num_grammar, cache_len)

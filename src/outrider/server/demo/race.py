@@ -9,7 +9,6 @@ from typing import Any
 
 from outrider.bench.race import Race, Step
 from outrider.engine.detokenizer import DetokenizerFactory
-from outrider.engine.engine import Observation
 from outrider.engine.stats import GenerationStats
 from outrider.server.answers import TokenTexts
 from outrider.server.demo.distributions import places
@@ -66,8 +65,8 @@ class ShownRace:
 
     def _round(self, step: Step) -> Event:
         """Return the event of one round: its tokens, their origins, and the rejected drafts."""
-        lane, emission, seen = step.lane, step.emission, step.seen
-        shown = places(seen.result, emission.token_ids, self._name, self._has_chances)
+        lane, emission = step.lane, step.emission
+        shown = places(step.result, emission.token_ids, self._name, self._has_chances)
         tokens = [
             {"text": self._detokenizers[lane.name].feed([id_]), "name": self._name(id_), "origin": origin, "place": place}
             for id_, origin, place in zip(emission.token_ids, emission.origins, shown, strict=True)
@@ -76,19 +75,19 @@ class ShownRace:
             "type": "round",
             "lane": lane.name,
             "clock": lane.clock,
-            "is_prefill": seen.is_prefill,
+            "is_prefill": step.round.is_prefill,
             "tokens": tokens,
-            "dropped": self._dropped(seen),
+            "dropped": self._dropped(step),
             "figures": figures(lane.stats, self.lanes[0].stats),
             "finish_reason": emission.finish_reason,
         }
 
-    def _dropped(self, seen: Observation) -> list[str]:
+    def _dropped(self, step: Step) -> list[str]:
         """Return the drafts of a chain after the rejected one, which were not reached."""
-        proposal = seen.result.proposal
+        proposal = step.result.proposal
         if proposal.parents is not None:
             return []
-        first = seen.round.num_accepted[0] + 1
+        first = step.round.num_accepted[0] + 1
         return [self._name(token) for token in proposal.token_ids[0, first : int(proposal.lens[0])].tolist()]
 
     def _finished(self) -> Event:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from outrider.bench.race import Race, engine_for
-from outrider.engine.config import build_policy, build_proposer, build_verifiers
+from outrider.engine.config import build_policy, build_proposer, build_verifier
 from outrider.engine.detokenizer import DetokenizerFactory
 from outrider.engine.engine import Engine
 from outrider.engine.methods import fitting_proposers
@@ -61,7 +61,7 @@ class Track:
             raise OutriderError("the demo requires a tokenizer, but this target has none")
         self.llm, self._names, self._detokenizers = llm, TokenTexts(llm.tokenizer), DetokenizerFactory(llm.tokenizer)
         self._names.load()
-        verifier, _ = build_verifiers(llm.speculation)
+        verifier = build_verifier(llm.speculation)
         self.is_lossless = verifier.lossless
         self.is_same_text = llm.speculation.same_text
         self._has_chances = type(verifier) is RejectionVerifier and not self.is_same_text
