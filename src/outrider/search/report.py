@@ -170,21 +170,19 @@ def _rungs(found: Mapping[str, Any]) -> list[list[str]]:
 
 def _picture(found: Mapping[str, Any]) -> Plot:
     """Plot the speedup over K, one line per method."""
-    from outrider.bench.plots import COLOURS, INK, Plot, svg_of
+    from outrider.bench.plots import Series, plot
 
-    title = "Speedup over plain decoding by draft length"
-    methods = list(dict.fromkeys(row["method"] for row in found["candidates"]))
-
-    def draw(axes: Any) -> None:
-        for index, method in enumerate(methods):
-            of_method = [row for row in found["candidates"] if row["method"] == method and isinstance(row["k"], int)]
-            of_method.sort(key=lambda row: row["k"])
-            lengths, speedups = [row["k"] for row in of_method], [row["speedup"] for row in of_method]
-            axes.plot(lengths, speedups, "o-", color=COLOURS[index % len(COLOURS)], label=method)
-        axes.axhline(1, color=INK, linewidth=0.8)
-        axes.set(xlabel="K, drafts requested per round", ylabel="speedup over plain decoding")
-        axes.set_ylim(bottom=0)
-
-    lines = tuple(tuple(row[:6]) for row in rows(found))
-    note = "The number of measured prompts differs between points: see the table, which also lists the adaptive length (auto)."
-    return Plot(title, svg_of(title, draw), note, COLUMNS[:6], lines)
+    by_method: dict[str, dict[int | str, Any]] = {}
+    for row in found["candidates"]:
+        by_method.setdefault(row["method"], {})[row["k"]] = row
+    series = [
+        Series(
+            method,
+            {k: row["speedup"] for k, row in of_method.items()},
+            {k: row["interval"] for k, row in of_method.items() if row["interval"]},
+        )
+        for method, of_method in by_method.items()
+    ]
+    note = "The number of measured prompts differs between points: see the table of candidates."
+    labels = ("K, drafts requested per round", "speedup over plain decoding")
+    return plot("Speedup over plain decoding by draft length", note, labels, series, baseline=1)
