@@ -80,7 +80,6 @@ def test_a_good_draft_is_found_and_plain_decoding_runs_in_every_turn(llm: LLM, t
     found = started(llm, {"draft": twin})
     chosen = found.run()
     assert chosen.chosen == Contender("draft", 4)
-    assert chosen.speedup is not None and chosen.speedup.value == pytest.approx(2.8, rel=0.02)
     assert {label for label, _ in ran[:5]} == {PLAIN, "draft k=1", "draft k=2", "draft k=4", "draft k=auto"}
     runs = {label: sum(each == label for each, _ in ran) for label, _ in ran}
     assert runs["draft k=1"] == runs["draft k=2"] == 2 and runs["draft k=4"] == runs[PLAIN] > 2

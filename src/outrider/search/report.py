@@ -28,12 +28,13 @@ def result(search: Search, chosen: Decision, target: str) -> dict[str, Any]:
     journal, space, gap = search.journal, search.space, search.oracle_gap()
     rows = [_candidate(search, chosen, each) for each in search.candidates.values() if each.method not in search.reasons]
     rows.sort(key=lambda row: (not row["chosen"], -row["prompts"], -row["speedup"]))
+    plan = next((row for row in rows if row["chosen"]), {"speedup": None, "interval": None})  # none for plain decoding
     return {
         "target": target,
         **provenance(search.llm.runner),
         "chosen": {"method": chosen.chosen.method, "k": chosen.chosen.k, "label": chosen.chosen.label},
-        "speedup": None if chosen.speedup is None else round(chosen.speedup.value, 4),
-        "speedup_interval": None if chosen.speedup is None or chosen.speedup.interval is None else chosen.speedup.interval,
+        "speedup": plan["speedup"],
+        "speedup_interval": plan["interval"],
         "reason": chosen.reason,
         "plain": chosen.others.get(PLAIN),
         "oracle_gap": None if gap is None else round(gap, 4),
@@ -53,13 +54,14 @@ def result(search: Search, chosen: Decision, target: str) -> dict[str, Any]:
 
 def _candidate(search: Search, chosen: Decision, contender: Contender) -> dict[str, Any]:
     label = contender.label
-    found = search.measured.ratio(label)
+    last = search.ranking_of(label)
+    interval = last.interval(label)
     return {
         "method": contender.method,
         "k": contender.k,
         "chosen": contender == chosen.chosen,
-        "speedup": round(found.value, 4),
-        "interval": None if found.interval is None else [round(end, 4) for end in found.interval],
+        "speedup": round(last.speedups[label], 4),
+        "interval": None if interval is None else [round(end, 4) for end in interval],
         "tau": round(fmean(search.taus[label]), 4),
         "prompts": search.num_prompts(label),
         "why": chosen.reason if contender == chosen.chosen else chosen.others.get(label, ""),

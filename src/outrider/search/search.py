@@ -113,7 +113,7 @@ class Search:
             kept = halving.survivors(found, rung)
             others |= {label: why_dropped(found, label) for label in found.speedups if label not in kept}
             running = [self.candidates[label] for label in kept]
-        chosen = choice.choose(running, self.measured.ratio, self.proposers, found)
+        chosen = choice.choose(running, found, self.proposers)
         return replace(chosen, others=others | chosen.others)
 
     def record(self) -> list[RecordedPrompt]:
@@ -142,6 +142,10 @@ class Search:
         labels = list(ran[0]) if ran else []
         texts = [[traces[label] for label in labels] for traces in ran if traces.keys() == set(labels)]
         return oracle.gap(texts) if len(labels) > 1 else None
+
+    def ranking_of(self, label: str) -> Ranking:
+        """Return the last ranking that includes a candidate."""
+        return next(each.ranking for each in reversed(self.rung_results) if label in each.ranking.speedups)
 
     def num_prompts(self, label: str) -> int:
         """Return the number of prompts that a contender ran on, the maximum over batch sizes."""
