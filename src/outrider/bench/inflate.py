@@ -168,7 +168,6 @@ def _write_config(out: Path, config: Mapping[str, Any], inflater: Inflater, para
             "parameters": params,
             "source": asdict(inflater.small),
             "real_layers": inflater.real_layers,
-            "feature_copies": inflater.copies,
             "seed": seed,
         },
     }
