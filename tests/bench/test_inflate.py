@@ -164,6 +164,9 @@ def test_the_cache_is_keyed_by_the_weights(tmp_path: Path, monkeypatch: pytest.M
     assert inflated(source, "1b") == first and first.is_relative_to(tmp_path / "cache")
     perturb_norms(source)
     assert inflated(source, "1b") != first
+    second = inflated(source, "1b")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    assert inflated(source, "1b") not in (first, second)
     assert not list(first.parent.glob("*.part-*"))
 
 
@@ -190,6 +193,17 @@ def test_processes_with_the_same_id_do_not_share_an_unfinished_folder(tmp_path: 
             raise ValueError("no")
         (first / "config.json").touch()
     assert [each.name for each in (tmp_path / "deep" / "out").iterdir()] == ["config.json"]
+
+
+def test_an_unreadable_source_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: Path, out: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    source = make_folder(tmp_path / "small")
+    (source / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(module.shutil, "copyfile", refuse)
+    with pytest.raises(OutriderError, match=r"cannot read \S+small/tokenizer.json: Permission denied"):
+        inflate(source, tmp_path / "large", SHAPES["hidden x4, more of everything"])
 
 
 @pytest.mark.parametrize("size", ["", "b", "huge", "-1b", "nanb", "1e30b"])

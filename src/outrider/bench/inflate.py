@@ -22,7 +22,7 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -113,7 +113,10 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield part
         part.rename(out)
     except OSError as error:
-        raise OutriderError(f"cannot write {out}: {error.strerror or error}") from error
+        path = Path(error.filename or part)
+        is_input = path.exists() and part not in (path, *path.parents)
+        what = f"cannot read {path}" if is_input else f"cannot write {out}"
+        raise OutriderError(f"{what}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -182,8 +185,7 @@ def inflated(source: str | Path, size: str) -> Path:
     num_params(size)
     if not (source / "config.json").is_file():
         raise OutriderError(not_a_model_folder(source))
-    files = [source / "config.json", *sorted(source.glob("*.safetensors")), *sorted(source.glob("token*"))]
-    folder = cache_folder(f"{source.resolve().name}-{size.lower()}", f"{FORMAT}/{size.lower()}".encode(), files)
+    folder = cache_folder(f"{source.resolve().name}-{size.lower()}", f"{FORMAT}/{size.lower()}".encode(), source)
     return built_once(folder, lambda: inflate(source, folder, size))
 
 
@@ -198,10 +200,10 @@ def built_once(folder: Path, build: Callable[[], object]) -> Path:
     return folder
 
 
-def cache_folder(name: str, key: bytes, files: Iterable[Path]) -> Path:
-    """Return the folder of the cache for something made from ``key`` and from these files, by their content."""
+def cache_folder(name: str, key: bytes, source: Path) -> Path:
+    """Return the folder of the cache for something made from ``key`` and from a folder, by the content of its files."""
     digest = hashlib.sha256(key)
-    for file in files:
+    for file in sorted(file for file in source.iterdir() if file.is_file()):
         with file.open("rb") as opened:
             digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
     return lasting_dir("inflated") / f"{name}-{digest.hexdigest()[:12]}"

@@ -255,6 +255,5 @@ def inflated_head(source: str | Path, target: Path) -> Path:
     """Return the cached folder of a head inflated with ``target``, built if missing; keyed by content, target and format."""
     folder = find_folder(source)
     key = f"{FORMAT}/".encode() + (target / "config.json").read_bytes()
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    out = cache_folder(f"{folder.resolve().name}-{target.name[:40]}", key, files)
+    out = cache_folder(f"{folder.resolve().name}-{target.name[:40]}", key, folder)
     return built_once(out, lambda: inflate_head(folder, target, out))
