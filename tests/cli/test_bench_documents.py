@@ -17,8 +17,8 @@ from rich.console import Console
 from outrider.bench.tables import tables
 from outrider.cli import console
 from outrider.cli.bench_documents import check_writable
-from outrider.cli.console import progress, say_error, waiting
-from outrider.progress import Progress
+from outrider.cli.console import say_error, waiting
+from outrider.progress import shown
 
 Run = Callable[..., "tuple[int, str, str]"]
 
@@ -82,8 +82,8 @@ def test_brackets_in_progress_and_error_messages_are_not_markup(capsys: pytest.C
     with waiting("loading ./my[/model]"):
         pass
     say_error("cannot write a[/b]")
-    with progress() as report:
-        report(Progress(1, 2, None, "mine[/b]\x1b[2J, draft"))
+    with shown() as report:
+        report(1, 2, "mine[/b]\x1b[2J, draft")
     err = capsys.readouterr().err
     assert "./my[/model]" in err and "error: cannot write a[/b]" in err
     assert r"mine[/b]\x1b[2J, draft" in err and "\x1b" not in err

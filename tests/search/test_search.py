@@ -15,7 +15,6 @@ from tiny_folder import make_folder
 from outrider import LLM
 from outrider.bench.contenders import Contender, Contenders
 from outrider.engine.methods import chosen_methods, fitting_proposers
-from outrider.progress import Progress
 from outrider.proposers.base import Proposer
 from outrider.proposers.combined import CombinedProposer
 from outrider.proposers.degraded import Degraded
@@ -296,15 +295,14 @@ def test_an_interrupt_loses_only_the_run_in_progress(
     assert [each.ranking for each in again.rung_results] == [each.ranking for each in resumed.rung_results]
 
 
-def test_progress_counts_runs_and_estimates_the_time_left(llm: LLM, twin: Proposer, timed: Any) -> None:
+def test_progress_counts_runs(llm: LLM, twin: Proposer, timed: Any) -> None:
     timed(lambda each: BY_LENGTH[each.k])
-    told: list[Progress] = []
-    started(llm, {"draft": twin}, report=told.append).run()
-    runs = [each for each in told if each.what.startswith("rung")]
-    assert [each.done for each in runs] == list(range(len(runs)))
-    assert all(each.done < each.total for each in runs)
-    assert all(each.seconds_left is not None and each.seconds_left >= 0 for each in runs[1:])
-    assert told[-1].what.startswith("rung 2: ") and told[-1].what.endswith(", batch 1")
+    told: list[tuple[float, float, str]] = []
+    started(llm, {"draft": twin}, report=lambda *state: told.append(state)).run()
+    runs = [each for each in told if each[2].startswith("rung")]
+    assert [done for done, *_ in runs] == list(range(len(runs)))
+    assert all(done < total for done, total, _ in runs)
+    assert told[-1][2].startswith("rung 2: ") and told[-1][2].endswith(", batch 1")
 
 
 def test_recorded_outputs_equal_plain_decoding(llm: LLM, twin: Proposer) -> None:

@@ -27,7 +27,6 @@ from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import write_folder
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
-from outrider.progress import reporting
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train import precision, runs, shapes
 from outrider.train.block_loss import BlockLoss
@@ -853,19 +852,6 @@ def test_invalid_training_is_reported_before_the_target_generates_text(runner, t
     for run, message in cases:
         with pytest.raises(OutriderError, match=message):
             run()
-
-
-def test_progress_in_a_log_is_a_line_now_and_then_with_the_remaining_time(capsys, monkeypatch):
-    times = iter([0.0, 1.0, 11.0, 21.0, 22.0])
-    clock = SimpleNamespace(monotonic=lambda: next(times), strftime=lambda _: "12:00:00")
-    monkeypatch.setattr("outrider.progress.time", clock)
-    with reporting("draft") as report:
-        for step, more in enumerate([{"kl": 1.5}, {"kl": 1.0}, {"hit": 0.5}, {"bpb": {"total": 2.0}}], start=1):
-            report(0.1 * step, {"step": step, "loss": 3.0, **more})
-    assert capsys.readouterr().err.splitlines() == [
-        "12:00:00 draft  30.0% left 1.2 min | step 3 loss 3.000",
-        "12:00:00 draft  40.0% left 0.7 min | step 4 loss 3.000 bpb {'total': 2.0}",
-    ]
 
 
 def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):

@@ -13,7 +13,7 @@ from time import perf_counter
 
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.measure import Run, generate
-from outrider.progress import Progress
+from outrider.progress import Report
 from outrider.registry import PLAIN
 from outrider.types import SamplingParams
 
@@ -62,7 +62,7 @@ class Group:
 
 
 def run_grid(
-    contenders: Contenders, plan: GridPlan, report: Callable[[Progress], None] = lambda progress: None
+    contenders: Contenders, plan: GridPlan, report: Report = lambda *_: None
 ) -> Iterator[Group]:
     """Yield each group after its last repeat. Closing the iterator or an interrupt loses only the running repeat.
 
@@ -70,18 +70,15 @@ def run_grid(
     speed affect all of them equally.
     """
     warm: set[tuple[Contender, int]] = set()
-    done, started = 0, perf_counter()
-    spent_warming = 0.0
+    done = 0
     for temperature, batch, workload, busy in product(plan.temperatures, plan.batches, plan.workloads, plan.busy):
         group = Group(temperature, batch, workload, busy=busy)
         prompts = plan.workloads[workload]
         order = [PLAIN_CONTENDER, *plan.contenders]
         for contender in order:
             if (contender, batch) not in warm:
-                report(Progress(done, plan.num_runs, None, f"{contender.label}, batch {batch}: warming up"))
-                before = perf_counter()
+                report(done, plan.num_runs, f"{contender.label}, batch {batch}: warming up")
                 warm_up(contenders, contender, prompts, batch)
-                spent_warming += perf_counter() - before
                 warm.add((contender, batch))
         try:
             for repeat in range(plan.repeat):
@@ -91,11 +88,9 @@ def run_grid(
                 for number in range(len(prompts) // batch):
                     start = (repeat + number) % len(order)
                     for contender in order[start:] + order[:start]:
-                        elapsed = perf_counter() - started - spent_warming
-                        left = elapsed / done * (plan.num_runs - done) if done else None
                         what = f"{workload}, {contender.label}, batch {batch}, temperature {temperature:g}"
                         what += f", {busy} busy" if busy else ""
-                        report(Progress(done, plan.num_runs, left, what))
+                        report(done, plan.num_runs, what)
                         part = prompts[number * batch :][:batch]
                         with busy_processes(busy):
                             runs[contender] = generate(contenders, contender, part, params, batch, runs.get(contender))

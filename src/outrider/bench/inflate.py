@@ -38,7 +38,7 @@ from outrider.files import not_a_model_folder
 from outrider.heads.checkpoint import read_config, read_folder
 from outrider.memory import require_disk
 from outrider.memory import size as shown
-from outrider.progress import reporting
+from outrider.progress import shown as shown_progress
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -141,13 +141,13 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, total: int) 
         index.update(dict.fromkeys(shard, shards))
         shard = {}
 
-    with reporting(f"building a {total / 1e9:.2f}B checkpoint") as report:
+    with shown_progress(f"building a {total / 1e9:.2f}B checkpoint") as report:
         for name, tensor in tensors:
             if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
                 flush()
             shard[name] = tensor.contiguous()
             written, size = written + tensor.numel(), size + tensor.nbytes
-            report(written / total, {})
+            report(written / total, 1.0, "")
         flush()
     names = {i: f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)}
     for i, name in names.items():

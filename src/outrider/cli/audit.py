@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err, progress
+from outrider.cli.console import err
 from outrider.cli.options import (
     ModelOptions,
     SamplingOptions,
@@ -26,7 +26,7 @@ from outrider.cli.options import (
 )
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
-from outrider.progress import Progress
+from outrider.progress import Report, shown
 from outrider.registry import AUTO
 from outrider.sampling_params import SamplingParams
 
@@ -157,7 +157,7 @@ def write_certificates(audited: Audited, settings: AuditSettings, batch: int, ou
     result: dict[str, Any] | None = None
     is_certified = False
     try:
-        with progress() as report:
+        with shown() as report:
             for result in certificates(audited, settings, batch, lambda name: stages(report, name)):
                 is_certified = result["certified"]
     finally:
@@ -179,7 +179,7 @@ def write_grid(audited: Audited, grid: Grid, output: OutputOptions) -> int:
         earlier = earlier_of(output.out, plan_of(audited, grid))
     result: dict[str, Any] | None = None
     try:
-        with progress() as report:
+        with shown() as report:
             for result in same_text(audited, grid, earlier, stages(report, "same text")):
                 if output.out is not None:
                     write_whole(output.out, json.dumps(result, indent=1) + "\n")
@@ -239,19 +239,15 @@ def settings_of(params: SamplingParams) -> dict[str, Any]:
     return {"temperature": params.temperature} | kept
 
 
-def stages(report: Callable[[Progress], None], name: str) -> Callable[[str, int, float], None]:
+def stages(report: Report, name: str) -> Callable[[str, int, float], None]:
     """Return a function that reports a method's progress: description, steps since the last call, total (0, inf: unknown)."""
-    started: float | None = None
     done = 0
 
     def say(what: str, steps: int, total: float) -> None:
-        nonlocal started, done
+        nonlocal done
         done += steps
         known = max(round(total), done) if total and math.isfinite(total) else 0
-        if known and started is None:
-            started = perf_counter()  # what precedes the first known total, such as planning, has no steps
-        left = (perf_counter() - started) / done * (known - done) if done and known and started is not None else None
-        report(Progress(done, known, left, f"{name}: {what}" if what else name))
+        report(done, known, f"{name}: {what}" if what else name)
 
     return say
 

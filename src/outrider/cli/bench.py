@@ -13,7 +13,7 @@ import typer
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.app import handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err, progress, say, waiting
+from outrider.cli.console import err, say, waiting
 from outrider.cli.options import (
     INFLATABLE,
     MethodOptions,
@@ -30,6 +30,7 @@ from outrider.cli.options import (
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, errors_as
 from outrider.method_text import split_methods
+from outrider.progress import shown
 from outrider.registry import AUTO, DEFAULT_METHOD
 from outrider.sampling_params import SamplingParams
 
@@ -131,7 +132,7 @@ def command(
     plan = GridPlan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     groups: list[Group] = []
     try:
-        with progress() as report:
+        with shown() as report:
             for group in run_grid(contenders, plan, report):
                 groups.append(group)
     except BaseException:  # Ctrl-C, or a target failure: keep the measurements so far

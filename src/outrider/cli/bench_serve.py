@@ -16,7 +16,8 @@ import typer
 
 from outrider.cli.app import EXIT_INTERNAL, handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err, progress, say_error, waiting
+from outrider.cli.console import err, say_error, waiting
+from outrider.progress import shown
 from outrider.cli.options import (
     INFLATABLE,
     MethodOptions,
@@ -259,7 +260,7 @@ def measure(sweep: Sweep) -> None:
     import httpx
 
     try:
-        with progress() as report:
+        with shown() as report:
             asyncio.run(sweep.run(report))
     except httpx.HTTPError as error:
         raise OutriderError(f"the server does not answer: {type(error).__name__} {error}") from error

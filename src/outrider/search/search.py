@@ -6,8 +6,9 @@ Each run is written to the journal before the next one starts, so an interrupted
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from outrider.bench.grid import PLAIN_CONTENDER, warm_up
 from outrider.bench.measure import generate
 from outrider.engine.config import in_one_line
 from outrider.method_text import combined, split_method
-from outrider.progress import Progress
+from outrider.progress import Report
 from outrider.proposers.base import Proposer
 from outrider.registry import AUTO, PLAIN, PROPOSERS
 from outrider.search import choice, halving, oracle
@@ -73,7 +74,7 @@ class Search:
     texts: list[RecordedPrompt]  # without outputs until they are recorded
     space: SearchSpace
     journal: Journal
-    report: Callable[[Progress], None] = lambda progress: None
+    report: Report = lambda *_: None
     reasons: dict[str, str] = field(default_factory=dict)  # method -> why it is not a candidate
 
     def __post_init__(self) -> None:
@@ -87,7 +88,6 @@ class Search:
         self._orders = random.Random(0)  # of contenders in a turn
         self._batch = self.space.batches[0]  # of the last run
         self._done, self._total = 0, 0  # number of runs
-        self._timed, self._spent = 0, 0.0  # runs of this process (not from the journal), and their seconds
         self._started = perf_counter()
 
     def run(self) -> Decision:
@@ -123,8 +123,7 @@ class Search:
         with self.contenders.active(PLAIN_CONTENDER):
             for start in range(0, len(self.texts), together):
                 group = self.texts[start : start + together]
-                self.report(Progress(start, len(self.texts), None, "recording the target's outputs"))
-                outputs = self.journal.once("recorded", str(start), lambda group=group: self._answers(group))  # type: ignore[misc]
+                outputs = self.journal.once("recorded", str(start), partial(self._record, start, group))
                 if len(outputs) != len(group):
                     raise OutriderError(f"{self.journal.path} does not hold the outputs of this traffic: omit --resume")
                 texts += [replace(text, output=output) for text, output in zip(group, outputs, strict=True)]
@@ -184,10 +183,9 @@ class Search:
         for contender in order:
             if self._failed(contender):
                 continue
-            self._tick(stage, contender, group)
             try:
                 name = f"batch {group.batch}, prompts {group.index}: {contender.label}"
-                found = self.journal.once(stage, name, lambda contender=contender: self._run(contender, group))  # type: ignore[misc]
+                found = self.journal.once(stage, name, partial(self._run, stage, contender, group))
             except JournalError:  # no fault of the method
                 raise
             except Exception as failure:
@@ -203,16 +201,14 @@ class Search:
         self.measured.add_turn(group, {label: seconds[label] for label in (PLAIN, *_labels(left))})
         return left
 
-    def _run(self, contender: Contender, group: Group) -> dict[str, Any]:
+    def _run(self, stage: str, contender: Contender, group: Group) -> dict[str, Any]:
         """Generate and time the outputs of one group of prompts."""
-        started = perf_counter()
+        self._tick(stage, contender, group)
         texts = self._texts(group)
         prompts, params = [text.prompt for text in texts], [text.replay_params for text in texts]
         run = generate(self.contenders, contender, prompts, params, group.batch)
         if run.faults:
             raise OutriderError("drafting failed during a run (details with --debug)")
-        self._spent += perf_counter() - started
-        self._timed += 1
         found: dict[str, Any] = {"seconds": run.seconds, "tau": run.stats.mean_acceptance_length}
         if len(texts) == 1 and texts[0].params.is_greedy:
             found["decode_seconds"] = run.seconds - run.first_seconds
@@ -245,7 +241,8 @@ class Search:
     def _failed(self, contender: Contender) -> bool:
         return contender.method in self.reasons
 
-    def _answers(self, group: Sequence[RecordedPrompt]) -> list[list[int]]:
+    def _record(self, start: int, group: Sequence[RecordedPrompt]) -> list[list[int]]:
+        self.report(start, len(self.texts), "recording the target's outputs")
         generations = self.llm.generate([text.prompt for text in group], [text.params for text in group])
         completions = [generation.outputs[0] for generation in generations]
         failed = [completion.error for completion in completions if completion.finish_reason == "error"]
@@ -295,9 +292,7 @@ class Search:
             before = groups
 
     def _tick(self, stage: str, contender: Contender, group: Group) -> None:
-        total = max(self._total, self._done)
-        left = self._spent / self._timed * (total - self._done) if self._timed else None
-        self.report(Progress(self._done, total, left, f"{stage}: {contender.label}, batch {group.batch}"))
+        self.report(self._done, max(self._total, self._done), f"{stage}: {contender.label}, batch {group.batch}")
 
 
 def why_dropped(found: Ranking, label: str) -> str:
