@@ -14,7 +14,7 @@ from tiny_folder import make_folder, make_tokenizer
 from tiny_hybrids import hybrid
 
 from outrider.audit import same_text, sampling, tables
-from outrider.audit.run import earlier_of
+from outrider.files import earlier
 from outrider.bench.workloads import Prompt
 from outrider.cli.audit import encode_prompts, stages
 from outrider.errors import OutriderError
@@ -159,10 +159,10 @@ def test_same_text_compares_every_cell_and_resumes(
     assert code == 3 and "1 texts differ" in shown  # earlier cells were kept
     assert len(read(out)["cells"]) == 10
     code, _, err = outrider("audit", "--same-text", *models, *options, "--seed", 1, "--max-tokens", 9, "--out", out, "--resume")
-    assert code == 2 and "was made with other" in err
+    assert code == 2 and "was made with other values of" in err
     other = ["--target", models[1], "--draft", models[1]]
     code, _, err = outrider("audit", "--same-text", *other, *options, "--out", out, "--resume")
-    assert code == 2 and "with other models" in err
+    assert code == 2 and "with other values of models" in err
 
 
 def test_a_draft_length_above_the_maximum_of_a_method_is_not_tested_again() -> None:
@@ -223,5 +223,5 @@ def test_a_control_may_take_more_samples_than_planned() -> None:
 def test_a_run_is_not_continued_from_another_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "out.json").write_text(text)
     with pytest.raises(OutriderError, match="was not written by outrider audit --same-text"):
-        earlier_of(tmp_path / "out.json", {})
+        earlier(tmp_path / "out.json", {}, "grid", "outrider audit --same-text")
     assert not is_finished(tmp_path / "out.json")

@@ -338,40 +338,7 @@ def test_a_journal_of_another_search_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="with other values of batch"):
         Journal(file, {"batch": [2], "traffic": "x"}, resume=True)
     file.write_text("[]")
-    with pytest.raises(OutriderError, match="is not a complete journal of this version"):
-        Journal(file, {}, resume=True)
-
-
-RUN = {"seconds": 1.0, "tau": 2.0, "first_tokens": 1, "accepted": [1, 0], "decode_seconds": 0.5}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"found": []},
-        {"found": {"rung 1": 5}},
-        {"found": {"rung 1": {"a": {}}}},
-        {"found": {"rung 1": {"a": RUN | {"seconds": "x"}}}},
-        {"found": {"rung 1": {"a": RUN | {"seconds": 0}}}},
-        {"found": {"rung 1": {"a": RUN | {"tau": None}}}},
-        {"found": {"rung 1": {"a": RUN | {"accepted": 3}}}},
-        {"found": {"rung 1": {"a": {name: value for name, value in RUN.items() if name != "first_tokens"}}}},
-        {"found": {"rung 1": {"a": RUN | {"decode_seconds": -1}}}},
-        {"found": {"recorded": {"0": "x"}}},
-        {"found": {"recorded": {"0": [[1.5]]}}},
-        {"seconds": None},
-        {"seconds": {"rung 1": "x"}},
-        {"schema": "outrider-tune/1"},
-    ],
-)
-def test_a_damaged_journal_is_rejected(change: dict[str, Any], tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    journal = Journal(file, {})
-    journal.once("recorded", "0", lambda: [[1, 2], []])
-    journal.once("rung 1", "a", lambda: RUN)
-    assert Journal(file, {}, resume=True).document == journal.document
-    file.write_text(json.dumps(journal.document | change))
-    with pytest.raises(OutriderError, match="is not a complete journal of this version"):
+    with pytest.raises(OutriderError, match="was not written by outrider tune"):
         Journal(file, {}, resume=True)
 
 

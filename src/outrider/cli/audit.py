@@ -169,18 +169,18 @@ def write_certificates(audited: Audited, settings: AuditSettings, batch: int, ou
 def write_grid(audited: Audited, grid: Grid, output: OutputOptions) -> int:
     """Run the grid cell by cell; ``--out`` is rewritten after each cell."""
     from outrider.audit import tables
-    from outrider.audit.run import earlier_of, plan_of, same_text
-    from outrider.files import write_whole
+    from outrider.audit.run import plan_of, same_text
+    from outrider.files import earlier, write_whole
 
-    earlier = None
+    known = None
     if output.resume:
         if output.out is None or not output.out.exists():
             raise OutriderError("--resume requires the file of an interrupted run: give it with --out")
-        earlier = earlier_of(output.out, plan_of(audited, grid))
+        known = earlier(output.out, plan_of(audited, grid), "grid", "outrider audit --same-text")
     result: dict[str, Any] | None = None
     try:
         with shown() as report:
-            for result in same_text(audited, grid, earlier, stages(report, "same text")):
+            for result in same_text(audited, grid, known, stages(report, "same text")):
                 if output.out is not None:
                     write_whole(output.out, json.dumps(result, indent=1) + "\n")
     except KeyboardInterrupt:

@@ -116,10 +116,6 @@ class Sweep:
         self._headers, self._transport = dict(headers or {}), transport
         self._nonce = token_hex(4)  # makes prompts unique: the server may still cache those of an earlier sweep
 
-    @property
-    def num_runs(self) -> int:
-        return len(self.loads) * self.traffic.repeat * len(self.modes)
-
     async def run(self, report: Report = lambda *_: None) -> None:
         """Run the sweep; the order of modes rotates. Raises ``httpx.HTTPError`` if a server does not answer.
 
