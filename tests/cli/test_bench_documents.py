@@ -115,7 +115,7 @@ def looping() -> dict[str, object]:
         before = {name: each[name] for name in ("tok_s", "plain_tok_s", "mean_acceptance_length", "ms", "difference")}
         slower = {name: each[name] if each["k"] == 0 else each[name] / 2 for name in ("speedup", "decode_speedup")}
         before |= slower | {"acceptance_rate": 0.35, "speedup_interval": [1.4, 1.6], "decode_speedup_interval": [1.4, 1.6]}
-        each |= {"loop_share": 0.4, "ends_in_loop": 0.5, "tokens_before_loops": 38, "before_loops": before}
+        each |= {"loop_share": 0.4, "tokens_before_loops": 38, "before_loops": before}
     return result
 
 
@@ -168,13 +168,13 @@ def test_a_report_is_made_from_a_document(outrider: Run, tmp_path: Path) -> None
     del old["cells"][0]["difference"]
     file.write_text(json.dumps(old))
     code, _, err = outrider("bench", "report", file, "--html", page)
-    assert code == 2 and "is not a benchmark document" in err
+    assert code == 2 and "is not a complete benchmark document" in err
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"cells": [{"method": "draft", "k": 4, "temperature": "hot"}]}, "is not a benchmark document"),
+        ({"cells": [{"method": "draft", "k": 4, "temperature": "hot"}]}, "is not a complete benchmark document"),
         ({"kind": "serve"}, "bench serve"),
     ],
 )
@@ -189,7 +189,7 @@ def test_documents_of_another_kind_or_with_wrong_types_are_refused(
     wrong["cells"][0]["tok_s"] = "fast"
     file.write_text(json.dumps(wrong))
     code, _, err = outrider("bench", "report", file, "--html", tmp_path / "x.html")
-    assert code == 2 and "is not a benchmark document" in err
+    assert code == 2 and "is not a complete benchmark document" in err
 
 
 @pytest.mark.parametrize("key", ["workload", "same_text", "acceptance_histogram", "ms", "loop_share"])
