@@ -23,8 +23,8 @@ from typing import Any
 from outcome import count, finish, parsed, parser_of
 
 from outrider import LLM, SamplingParams
-from outrider.bench.contenders import Contender
-from outrider.bench.grid import PLAIN_CONTENDER, warm_up
+from outrider.bench.contenders import PLAIN_CONTENDER, Contender
+from outrider.bench.grid import warm_up
 from outrider.bench.measure import generate
 from outrider.bench.provenance import provenance
 from outrider.engine.methods import ALL, chosen_methods, fitting_proposers

@@ -14,8 +14,8 @@ from tiny_folder import make_folder
 from outrider import LLM
 from outrider.bench import cells, grid, workloads
 from outrider.bench.breakdown import PARTS, expectation, main_part
-from outrider.bench.contenders import Contender, Contenders
-from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
+from outrider.bench.contenders import PLAIN_CONTENDER, Contender, Contenders
+from outrider.bench.grid import GridPlan, Group
 from outrider.bench.measure import Arrival, Batch, Run, batch_of, generate, pauses
 from outrider.types import Context, OutriderError, PhaseTimes, Proposal, Round, Scores
 

@@ -10,8 +10,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.breakdown import expectation
-from outrider.bench.contenders import Contender
-from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
+from outrider.bench.contenders import PLAIN_CONTENDER, Contender
+from outrider.bench.grid import GridPlan, Group
 from outrider.bench.loops import loop_share, loop_start
 from outrider.bench.measure import Run
 from outrider.bench.provenance import digest, provenance

@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from itertools import product
 from time import perf_counter
 
-from outrider.bench.contenders import Contender, Contenders
+from outrider.bench.contenders import PLAIN_CONTENDER, Contender, Contenders
 from outrider.bench.measure import Run, generate
 from outrider.progress import Report
-from outrider.registry import PLAIN
 from outrider.types import SamplingParams
 
 WARMUP_TOKENS = 24  # tokens of the untimed warm-up before a contender's first run
-PLAIN_CONTENDER = Contender(PLAIN, 0)
 # Program that keeps a core busy for as long as the process with this id is its parent.
 BUSY = "import os\nwhile os.getppid() == {}: sum(range(10_000))"
 

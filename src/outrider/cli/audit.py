@@ -217,12 +217,10 @@ def read_prompts(options: AuditOptions, is_grid: bool) -> list[Any]:
 
 def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: int) -> list[list[int]]:
     """Return prompts as token ids. Raises ``OutriderError`` for a prompt that is empty or does not fit the context."""
-    from outrider.bench.workloads import encode
+    from outrider.bench.workloads import encode_all
     from outrider.cli.session import check_lengths
 
-    found = [encode(llm.tokenizer, prompt) for prompt in prompts]
-    if not all(found):
-        raise OutriderError(f"prompt {found.index([]) + 1} is empty after tokenization")
+    found = encode_all(llm.tokenizer, prompts)
     more = max(max_tokens, 2 * longest + 4)
     check_lengths(found, llm, more, f"the {more} tokens of --max-tokens and --num-draft-tokens")
     return found

@@ -104,7 +104,7 @@ def command(
         return
     from outrider.bench.contenders import Contenders
     from outrider.bench.grid import GridPlan, run_grid
-    from outrider.bench.workloads import encode
+    from outrider.bench.workloads import encode_all
     from outrider.cli.session import check_lengths, inflatable, inflate_with_heads, load_plain, resolve
 
     check_outputs({"--out": outputs.out, "--html": outputs.html}, [grid.prompts], report=outputs.html)
@@ -122,7 +122,7 @@ def command(
     arguments |= drafts
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
     llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=arguments["drafts"])
-    encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
+    encoded = {name: encode_all(llm.tokenizer, group) for name, group in prompts.items()}
     for workload, token_ids in encoded.items():
         check_lengths(token_ids, llm, grid.max_tokens, f"--max-tokens {grid.max_tokens}", f" of {workload!r}")
     name = Path(models.target).name if models.target and grid.inflate else models.target or "embedded"  # no cache path

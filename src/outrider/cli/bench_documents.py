@@ -14,8 +14,6 @@ from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.console import say_error
 from outrider.errors import OutriderError, errors_as, without_path
 
-FULL_WIDTH = 1000  # columns in which each table fits
-
 
 def compare(
     before: Annotated[Path, typer.Argument(help="A document that `outrider bench --out` wrote.")],
@@ -34,10 +32,9 @@ def compare(
         print(json.dumps(result))
     else:
         out = Console(soft_wrap=False, highlight=False)
-        fits = out.measure(table, options=out.options.update_width(FULL_WIDTH)).minimum <= out.width
-        if found.changes and fits:
+        if found.changes:
             out.print(table)
-        for line in [*([] if fits else compare.listing(found)), *compare.notes(found), found.verdict]:
+        for line in [*compare.notes(found), found.verdict]:
             out.print(line, markup=False, soft_wrap=True)
     return EXIT_CHECK_FAILED if found.has_loss or not found.is_tested else 0
 

@@ -123,8 +123,7 @@ def read_traffic(load: LoadOptions) -> Traffic:
         read_option(SamplingParams, name, getattr(load, name))
     names = workload_names(load.prompts, load.workloads)
     kinds = list(workloads.grouped(load.prompts, names, load.num_prompts).values())
-    longest = max(map(len, kinds))
-    mixed = [workloads.as_text(kind[index]) for index in range(longest) for kind in kinds if index < len(kind)]
+    mixed = list(map(workloads.as_text, workloads.interleaved(kinds)))
     story = "\n".join(workloads.as_text(prompt) for prompt in workloads.builtin("story"))
     prefix = (story * (load.shared_prefix // len(story) + 1))[: load.shared_prefix]
     return Traffic(

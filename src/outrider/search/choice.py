@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.bench.contenders import Contender
-from outrider.bench.grid import PLAIN_CONTENDER
+from outrider.bench.contenders import PLAIN_CONTENDER, Contender
 from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
 from outrider.registry import PLAIN, PROPOSERS

@@ -13,8 +13,8 @@ from math import ceil
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.contenders import Contender, Contenders
-from outrider.bench.grid import PLAIN_CONTENDER, warm_up
+from outrider.bench.contenders import PLAIN_CONTENDER, Contender, Contenders
+from outrider.bench.grid import warm_up
 from outrider.bench.measure import generate
 from outrider.engine.config import in_one_line
 from outrider.method_text import combined, split_method
