@@ -66,10 +66,10 @@ def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPat
 def test_busy_processes_end_if_one_of_them_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(command: list[str]) -> subprocess.Popen[bytes]:
+    def start(command: list[str], **more: Any) -> subprocess.Popen[bytes]:
         if started:
             raise BlockingIOError("too many processes")
-        started.append(popen([*command[:2], "-c", "import time; time.sleep(60)"]))
+        started.append(popen([*command[:2], "-c", "import time; time.sleep(60)"], **more))
         return started[0]
 
     popen = subprocess.Popen
@@ -77,6 +77,14 @@ def test_busy_processes_end_if_one_of_them_cannot_be_started(monkeypatch: pytest
     with pytest.raises(BlockingIOError), grid.busy_processes(2):
         pass
     assert started[0].returncode is not None
+
+
+def test_a_measurement_waits_until_other_processes_are_busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "busy"
+    slow = f"import time; time.sleep(0.4); open({str(file)!r}, 'w').close(); print({{}}, flush=True); time.sleep(60)"
+    monkeypatch.setattr(grid, "BUSY", slow)
+    with grid.busy_processes(1):
+        assert file.exists()
 
 
 @pytest.mark.skipif(not LISTED, reason="needs /proc (Linux)")

@@ -290,8 +290,11 @@ def test_an_interrupt_loses_only_the_run_in_progress(
     assert len(before) == stop_at - 1 and len(sought) > len(before)
     assert len(set(sought)) == len(sought)  # nothing was measured twice
     stop = len(sought) + 1
+    warmed: list[str] = []
+    monkeypatch.setattr(search_module, "warm_up", lambda _, contender, *more: warmed.append(contender.label))
     again = started(llm, dict(proposers), Journal(file, {"a": 1}, resume=True))
     again.run()  # a finished search runs nothing
+    assert not warmed
     assert [each.ranking for each in again.rung_results] == [each.ranking for each in resumed.rung_results]
 
 

@@ -17,8 +17,8 @@ from outrider.progress import Report
 from outrider.types import SamplingParams
 
 WARMUP_TOKENS = 24  # tokens of the untimed warm-up before a contender's first run
-# Program that keeps a core busy for as long as the process with this id is its parent.
-BUSY = "import os\nwhile os.getppid() == {}: sum(range(10_000))"
+# Program that keeps a core busy for as long as the process with this id is its parent. It prints a line when it starts.
+BUSY = "import os\nprint(flush=True)\nwhile os.getppid() == {}: sum(range(10_000))"
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,15 @@ def busy_processes(count: int) -> Iterator[None]:
     running: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            running.append(subprocess.Popen([sys.executable, "-S", "-c", BUSY.format(os.getpid())]))
+            running.append(subprocess.Popen([sys.executable, "-S", "-c", BUSY.format(os.getpid())], stdout=subprocess.PIPE))
+        for process in running:
+            if process.stdout is not None:
+                process.stdout.readline()  # the start of an interpreter is not the load that was asked for
         yield
     finally:
         for process in running:
-            process.kill()
-            process.wait()
+            with process:
+                process.kill()
 
 
 def warm_up(contenders: Contenders, contender: Contender, prompts: Sequence[list[int]], batch: int) -> None:

@@ -115,7 +115,7 @@ def command(
     batches = parse_list("--batch", grid.batch, int)
     busy = parse_list("--busy", grid.busy, int)
     check_axes(temperatures, batches, busy, (grid.seed, grid.seed + grid.repeat - 1))
-    prompts = read_workloads(grid, max(batches))
+    prompts = read_workloads(grid, batches)
     chosen = parse_contenders(grid, models)
     methods = [contender.method for contender in chosen]
     models, drafts, extra = inflate_with_heads(models, methods, arguments, grid.inflate)
@@ -195,14 +195,14 @@ def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender
     return tuple(contender for contender in found if not contender.is_plain)
 
 
-def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Prompt]]:
+def read_workloads(grid: GridOptions, batches: Sequence[int]) -> dict[str, list[Prompt]]:
     """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early.
 
-    Raises ``OutriderError`` for a workload without a whole batch of the largest size, ``batch``.
+    Only whole batches run. Raises ``OutriderError`` for a workload without one of the largest size.
     """
     from outrider.bench import workloads
 
-    names = workload_names(grid.prompts, grid.workloads)
+    names, batch = workload_names(grid.prompts, grid.workloads), max(batches)
     found = workloads.grouped(grid.prompts, names, grid.num_prompts or max(NUM_PROMPTS, batch))
     for name, group in found.items():
         if len(group) < batch:
@@ -210,6 +210,9 @@ def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Prompt]]:
                 f"--batch {batch} needs at least {batch} prompts per workload, got {len(group)} of {name!r}: raise"
                 " --num-prompts or lower --batch"
             )
+        for size in batches:
+            if left := len(group) % size:
+                say(f"batch {size}: the last {left} of {len(group)} prompts of {name!r} are left out: they do not fill a batch")
     return found
 
 

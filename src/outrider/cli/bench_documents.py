@@ -105,7 +105,7 @@ def check_writable(option: str, path: Path | None) -> None:
         with path.open("a"):
             pass
         if not existed:
-            path.unlink()
+            path.resolve().unlink()  # not the link to it
 
 
 COMMANDS = {"compare": compare, "report": report}

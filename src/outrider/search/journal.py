@@ -56,6 +56,10 @@ class Journal:
                 raise OutriderError("--resume requires the file of an interrupted search, but there is none")
             self.document = earlier(path, question, "question", "outrider tune")
 
+    def has(self, stage: str, name: str) -> bool:
+        """Return whether the named result is known."""
+        return name in self.document["found"].get(stage, {})
+
     def once(self, stage: str, name: str, find: Callable[[], Value]) -> Value:
         """Return the named result; if it is missing, compute, time and store it. Results must be JSON-serialisable."""
         stored = self.document["found"].setdefault(stage, {})

@@ -169,7 +169,7 @@ class Search:
             if group.batch != self._batch:  # memories would contain the outputs of the same prompts at the other batch size
                 self.contenders.forget()
                 self._batch = group.batch
-            running = self._warmed(running, group.batch)
+            running = self._warmed(stage, running, group)
             running = self._take_turns(stage, running, group)
             if not running:
                 break
@@ -184,8 +184,7 @@ class Search:
             if self._failed(contender):
                 continue
             try:
-                name = f"batch {group.batch}, prompts {group.index}: {contender.label}"
-                found = self.journal.once(stage, name, partial(self._run, stage, contender, group))
+                found = self.journal.once(stage, _name(group, contender), partial(self._run, stage, contender, group))
             except JournalError:  # no fault of the method
                 raise
             except Exception as failure:
@@ -216,20 +215,21 @@ class Search:
             found["accepted"] = [round_.num_accepted[0] for round_ in run.batches[0].rounds]
         return found
 
-    def _warmed(self, contenders: Sequence[Contender], batch: int) -> list[Contender]:
-        """Warm up contenders that are new at this batch size. Returns those that did not fail."""
+    def _warmed(self, stage: str, contenders: Sequence[Contender], group: Group) -> list[Contender]:
+        """Warm up contenders that are new at this batch size, unless their run is in the journal. Returns those that did not fail."""
         prompts = [text.prompt for text in self.texts]
         for contender in (PLAIN_CONTENDER, *contenders):
-            if (contender, batch) in self._warm or self._failed(contender):
+            is_warm = (contender, group.batch) in self._warm or self.journal.has(stage, _name(group, contender))
+            if is_warm or self._failed(contender):
                 continue
-            self._tick("warming up", contender, Group(batch, 0))
+            self._tick("warming up", contender, group)
             try:
-                warm_up(self.contenders, contender, prompts, batch)
+                warm_up(self.contenders, contender, prompts, group.batch)
             except Exception as failure:
                 self._drop_method(contender, failure)
                 continue
             self.contenders.forget(contender)
-            self._warm.add((contender, batch))
+            self._warm.add((contender, group.batch))
         return [contender for contender in contenders if not self._failed(contender)]
 
     def _drop_method(self, contender: Contender, failure: Exception) -> None:
@@ -300,6 +300,11 @@ def why_dropped(found: Ranking, label: str) -> str:
     best, fastest = next(iter(found.speedups.items()))
     reason = f"dropped at {found.speedups[label]:.2f} times plain decoding's speed"
     return reason if label == best else f"{reason}; {best} reached {fastest:.2f}"
+
+
+def _name(group: Group, contender: Contender) -> str:
+    """Return the name of a run in the journal."""
+    return f"batch {group.batch}, prompts {group.index}: {contender.label}"
 
 
 def _labels(contenders: Sequence[Contender]) -> list[str]:
