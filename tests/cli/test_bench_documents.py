@@ -8,6 +8,7 @@ import select
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from outrider.bench.tables import tables
 from outrider.cli import console
+from outrider.cli.bench import read_workloads
 from outrider.cli.bench_documents import check_writable
 from outrider.cli.console import say_error, waiting
 from outrider.progress import shown
@@ -331,3 +333,19 @@ def test_documents_without_a_common_cell_do_not_pass_a_check(outrider: Run, tmp_
         file.write_text(json.dumps(content))
     code, out, _ = outrider("bench", "compare", *files)
     assert code == 3 and "no common cell" in out
+
+
+def test_checking_a_file_keeps_the_link_to_it(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "results" / "file")
+    (tmp_path / "results").mkdir()
+    check_writable("--out", link)
+    assert link.is_symlink() and not link.exists()
+
+
+def test_prompts_that_do_not_fill_a_batch_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    options: Any = SimpleNamespace(prompts=None, workloads="code", num_prompts=5)
+    assert len(read_workloads(options, (1, 4))["code"]) == 5
+    assert capsys.readouterr().err.splitlines() == [
+        "batch 4: the last 1 of 5 prompts of 'code' are left out: they do not fill a batch"
+    ]

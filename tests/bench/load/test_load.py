@@ -483,3 +483,8 @@ def test_the_prompts_of_a_file_are_limited_and_mixed_by_workload(tmp_path: Path)
     file.write_text("\n".join(map(json.dumps, lines)))
     traffic = bench_serve.read_traffic(bench_serve.LoadOptions(prompts=file, num_prompts=2))
     assert traffic.prompts == ["a0", "b0", "a1", "b1"]
+
+
+def test_the_document_hides_the_password_of_a_url() -> None:
+    sweep = Sweep([Mode(PLAIN, "http://bob:secret@host:8000")], [], Traffic(["a"]))
+    assert document(sweep, Objective(), {})["modes"][0]["url"] == "http://hidden@host:8000"
