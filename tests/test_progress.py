@@ -111,7 +111,14 @@ def test_progress_in_a_log_is_a_line_now_and_then(capsys: pytest.CaptureFixture[
     now = [0.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with progress.shown() as report:
-        for seconds, done, what in ((0, 0, "compiling"), (60, 0, "[a]"), (61, 1, "b"), (70, 2, "b"), (71, 3, "b"), (80, 0, "c")):
+        for seconds, done, what in (
+            (0, 0, "compiling"),
+            (60, 0, "[a]"),
+            (61, 1, "b"),
+            (70, 2, "b"),
+            (71, 3, "b"),
+            (80, 0, "c"),
+        ):
             now[0] = seconds
             report(done, 4, what)
     lines = ["0/4 compiling", "0/4 [a]", "2/4 0:00:18 left b", "0/4 c"]

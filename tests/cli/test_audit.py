@@ -14,10 +14,10 @@ from tiny_folder import make_folder, make_tokenizer
 from tiny_hybrids import hybrid
 
 from outrider.audit import same_text, sampling, tables
-from outrider.files import earlier
 from outrider.bench.workloads import Prompt
 from outrider.cli.audit import encode_prompts, stages
 from outrider.errors import OutriderError
+from outrider.files import earlier
 from outrider.sampling_params import SamplingParams
 from outrider.search.journal import is_finished
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
-from time import perf_counter
 
 from outrider.bench.contenders import PLAIN_CONTENDER, Contender, Contenders
 from outrider.bench.measure import Run, generate
@@ -59,9 +58,7 @@ class Group:
     busy: int = 0  # number of other busy processes
 
 
-def run_grid(
-    contenders: Contenders, plan: GridPlan, report: Report = lambda *_: None
-) -> Iterator[Group]:
+def run_grid(contenders: Contenders, plan: GridPlan, report: Report = lambda *_: None) -> Iterator[Group]:
     """Yield each group after its last repeat. Closing the iterator or an interrupt loses only the running repeat.
 
     Plain decoding and the contenders take turns at each batch of prompts in rotating order, so that changes in the machine's

@@ -74,9 +74,8 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     found += [f"{warning}." for warning in loop_warnings(result["cells"])]
     differing = sum(cell["same_text"] not in (None, 1) for cell in result["cells"])
     if differing:
-        found.append(f"In {differing} cells some outputs differ from plain decoding's: see the column "same".")
+        found.append(f"In {differing} cells some outputs differ from plain decoding's: see the column 'same'.")
     faults = sum(cell["faults"] for cell in result["cells"])
     if faults:
         found.append(f"Proposers failed {faults} times, counted by request; those requests continued without drafts.")
     return found
-

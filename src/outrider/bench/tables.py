@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple
 
@@ -69,9 +70,15 @@ REASONS: Columns = {
     "between": lambda cell: "{p50:.1f}/{p95:.1f}".format(**cell["inter_token_ms"]) if cell["inter_token_ms"] else "",
     "error": lambda cell: "" if cell["prediction_error_percent"] is None else f"{cell['prediction_error_percent']:+.0f}%",
 }
+
+
+def _part(name: str, cell: Cell) -> str:
+    return f"{cell['difference'][name]:+.2f}" if cell["difference"] else ""
+
+
 MORE: Columns = {  # on a page only
     "mean K": lambda cell: number(cell["mean_k"], 2),
-    **{name: lambda cell, name=name: f"{cell['difference'][name]:+.2f}" if cell["difference"] else "" for name in PARTS},
+    **{name: partial(_part, name) for name in PARTS},
     "first, p95 (ms)": lambda cell: number((cell["time_to_first_token_ms"] or {}).get("p95"), 0),
     "between rounds (ms)": lambda cell: "{p50:.1f}/{p95:.1f}".format(**cell["pause_ms"]) if cell["pause_ms"] else "",
     "predicted plain (tok/s)": lambda cell: number(cell["predicted_plain_tok_s"], 1),

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.app import EXIT_CHECK_FAILED
@@ -185,8 +184,8 @@ def write_grid(audited: Audited, grid: Grid, output: OutputOptions) -> int:
                     write_whole(output.out, json.dumps(result, indent=1) + "\n")
     except KeyboardInterrupt:
         if output.out is not None and result is not None:
-            shown = f"{len(result['cells'])} of {len(grid.cells())} comparisons are in {output.out}"
-            err.print(f"{shown}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
+            have = f"{len(result['cells'])} of {len(grid.cells())} comparisons are in {output.out}"
+            err.print(f"{have}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
         raise
     finally:
         if result is not None:

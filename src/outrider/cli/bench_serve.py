@@ -17,7 +17,6 @@ import typer
 from outrider.cli.app import EXIT_INTERNAL, handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err, say_error, waiting
-from outrider.progress import shown
 from outrider.cli.options import (
     INFLATABLE,
     MethodOptions,
@@ -34,6 +33,7 @@ from outrider.engine.plan import Plan
 from outrider.errors import OutriderError, errors_as, requires
 from outrider.method_text import split_method, with_drafts
 from outrider.options import number, option
+from outrider.progress import shown
 from outrider.registry import AUTO, PROPOSERS
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams

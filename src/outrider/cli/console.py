@@ -10,12 +10,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from rich.color import ColorSystem
-from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
 from outrider.cli.options import in_flags
-from outrider.errors import printable
 from outrider.progress import PERIOD, console, reported_every
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import say
-from outrider.progress import shown
 from outrider.cli.options import (
     ModelOptions,
     SamplingOptions,
@@ -26,6 +25,7 @@ from outrider.errors import OutriderError
 from outrider.hub import id_of_cached
 from outrider.method_text import split_method, split_methods, with_drafts
 from outrider.options import SAMPLING
+from outrider.progress import shown
 from outrider.registry import PROPOSERS
 
 if TYPE_CHECKING:

@@ -249,7 +249,9 @@ class Trainer:
                         point |= measured
                         evaluated = self.clock.elapsed
                     self.curve.append(point)
-                    report(self.progress, 1.0, described({key: point[key] for key in ("step", "loss") if key in point} | measured))
+                    report(
+                        self.progress, 1.0, described({key: point[key] for key in ("step", "loss") if key in point} | measured)
+                    )
                     if self.clock.elapsed - saved > max(self.plan.save_every_s, MIN_TRAIN_TO_SAVE_RATIO * seconds_of_save):
                         started = time.monotonic()
                         self.save()

@@ -273,8 +273,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, server: FakeServer, *options: str,
     def measure(sweep: Sweep) -> None:
         sweep._transport = server.transport()
 
-        def report(state: Progress) -> None:
-            if state.done == num_runs:
+        begun: list[str] = []
+
+        def report(done: float, total: float, what: str) -> None:
+            begun.extend([] if "warming up" in what else [what])
+            if len(begun) - 1 == num_runs:
                 raise KeyboardInterrupt
 
         run(sweep.run(report))

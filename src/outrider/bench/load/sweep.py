@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -124,7 +124,7 @@ class Sweep:
         async with AsyncExitStack() as stack:
             clients = {mode.name: await self._client(stack, mode) for mode in self.modes}
             done = earlier = 0
-            total = sum(map(traffic.count, self.loads)) * traffic.repeat * len(self.modes)
+            total = sum(map(self.traffic.count, self.loads)) * self.traffic.repeat * len(self.modes)
             for load in self.loads:
                 report(done, total, f"{load.label}: warming up")
                 for mode in self.modes:
@@ -137,7 +137,7 @@ class Sweep:
                         report(done, total, f"{load.label}, {mode.name}")
                         await asyncio.sleep(self.traffic.rest)
                         runs[mode.name] = await self._measure(load, clients[mode.name], mode, repeat, earlier)
-                        done += traffic.count(load)  # runs with many clients take longer
+                        done += self.traffic.count(load)  # runs with many clients take longer
                     if not group.repeats:
                         self.groups.append(group)
                     group.repeats.append(runs)
