@@ -164,7 +164,8 @@ def table(comparison: Comparison) -> Table:
     """Return a table with one line per common cell."""
     view = bare_table()
     for name in ("cell", "tok/s", "change", "speedup", "change", "verdict"):
-        view.add_column(name, justify="left" if name in ("cell", "verdict") else "right", overflow="fold")
+        is_text = name in ("cell", "verdict")
+        view.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in _rows(comparison):
         add_row(view, row)
     return view

@@ -14,6 +14,8 @@ from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.console import say_error
 from outrider.errors import OutriderError, errors_as, without_path
 
+LEAST_WIDTH = 60  # columns in which every number of a table fits; a narrower terminal breaks its lines
+
 
 def compare(
     before: Annotated[Path, typer.Argument(help="A document that `outrider bench --out` wrote.")],
@@ -32,6 +34,7 @@ def compare(
         print(json.dumps(result))
     else:
         out = Console(soft_wrap=False, highlight=False)
+        out.width = max(out.width, LEAST_WIDTH)
         if found.changes:
             out.print(table)
         for line in [*compare.notes(found), found.verdict]:

@@ -216,7 +216,7 @@ class Search:
         return found
 
     def _warmed(self, stage: str, contenders: Sequence[Contender], group: Group) -> list[Contender]:
-        """Warm up contenders that are new at this batch size, unless the journal has their run. Returns those that did not fail."""
+        """Warm up contenders that are new at this batch size and not in the journal. Returns those that did not fail."""
         prompts = [text.prompt for text in self.texts]
         for contender in (PLAIN_CONTENDER, *contenders):
             is_warm = (contender, group.batch) in self._warm or self.journal.has(stage, _name(group, contender))
