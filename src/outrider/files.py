@@ -101,8 +101,8 @@ def earlier(path: Path, question: Mapping[str, Any], key: str, what: str) -> dic
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        asked = json.loads(json.dumps(question))  # tuples become lists
-        differing = [name for name in asked if asked[name] != found[key].get(name)]
+        known, asked = found[key], json.loads(json.dumps(question))  # tuples become lists
+        differing = [name for name in asked if asked[name] != known.get(name)]
     except OSError as error:
         raise OutriderError(f"--resume: cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
