@@ -43,7 +43,7 @@ from outrider.types import OutriderError
 LAYERS, SEQ = 6, 24
 
 
-def silent(fraction, point):
+def silent(done, total, what):
     pass
 
 
@@ -442,8 +442,8 @@ def test_remaining_time_ignores_finished_work(runner, rows, tmp_path):
     regenerate(runner, rows[:33], 20, 0.0, 1, tmp_path / "text", silent)
     (tmp_path / "features" / "features_00001.safetensors").unlink()
     (tmp_path / "text" / "text_00002.safetensors").unlink()
-    capture(runner, rows, [2], tmp_path / "features", lambda share, _: told.append(share))
-    regenerate(runner, rows[:33], 20, 0.0, 1, tmp_path / "text", lambda share, _: told.append(share))
+    capture(runner, rows, [2], tmp_path / "features", lambda done, total, _: told.append(done / total))
+    regenerate(runner, rows[:33], 20, 0.0, 1, tmp_path / "text", lambda done, total, _: told.append(done / total))
     assert told[0] == 1.0 and told[1:] == [24 / 33]  # finished work is not counted
 
 
