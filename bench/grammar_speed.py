@@ -27,7 +27,7 @@ from outcome import count, finish, parsed, parser_of
 from outrider import LLM, SamplingParams, family
 from outrider.bench.inflate import inflated
 from outrider.bench.provenance import device_name, origin
-from outrider.bench.statistics import Timings, speed_interval, speedup_interval
+from outrider.bench.statistics import Timings, speedup_interval
 from outrider.engine.config import build_engine, build_policy, build_proposer
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import Completion
@@ -149,7 +149,6 @@ def report(found: Sequence[Lane]) -> dict[str, Any]:
             "draft_acceptance_rate": round(lane.total("num_accepted") / num_drafts, 3) if num_drafts else None,
             "same_answers_as_first": sum(a == b for a, b in zip(texts, found[0].texts, strict=True)),
             "tok_s": round(lane.tok_s, 2),
-            "tok_s_interval": speed_interval(lane.timings),
             "speedup": round(lane.tok_s / found[0].tok_s, 3),
             "gain": round(lane.tok_s / without.tok_s, 3),
             "gain_interval": None if lane is without else speedup_interval(lane.timings, without.timings),

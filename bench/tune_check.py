@@ -23,15 +23,15 @@ from typing import Any
 from outcome import count, finish, parsed, parser_of
 
 from outrider import LLM, SamplingParams
-from outrider.bench.contenders import Contender
-from outrider.bench.grid import PLAIN_CONTENDER, warm_up
+from outrider.bench.contenders import PLAIN_CONTENDER, Contender
+from outrider.bench.grid import warm_up
 from outrider.bench.measure import generate
 from outrider.bench.provenance import provenance
 from outrider.engine.methods import ALL, chosen_methods, fitting_proposers
 from outrider.family import DRAFT
 from outrider.method_text import split_methods
 from outrider.registry import PLAIN
-from outrider.search import Search, SearchSpace
+from outrider.search import Search, SearchSpace, halving
 from outrider.search.choice import Decision
 from outrider.search.journal import Journal
 from outrider.search.measurements import Group, Measurements
@@ -99,28 +99,28 @@ class Check:
         started = perf_counter()
         speeds = self.speedups(search, every, self.args.repeat)
         exhaustive = perf_counter() - started
-        best = max(every, key=lambda contender: speeds(contender.label))
+        best = max(every, key=lambda contender: speeds[contender.label])
         say(f"{traffic}: {best.label} is the best of {len(every) + 1} after {exhaustive:.0f} s")
         duel = self.speedups(search, sorted({best, choice.chosen} - {PLAIN_CONTENDER}, key=str), DUEL)
-        close = duel(label) / duel(best.label)
+        close = duel[label] / duel[best.label]
         return {
             "traffic": traffic,
             "chosen": label,
             "best": best.label,
             "close": round(close, 4),
-            "chosen_speedup": round(duel(label), 4),
-            "best_speedup": round(duel(best.label), 4),
+            "chosen_speedup": round(duel[label], 4),
+            "best_speedup": round(duel[best.label], 4),
             "seconds": round(seconds, 1),
             "exhaustive_seconds": round(exhaustive, 1),
             "share": round(seconds / exhaustive, 4),
-            "close_after": first_close(leaders, lambda leader: speeds(leader) / speeds(best.label)),
+            "close_after": first_close(leaders, lambda leader: speeds[leader] / speeds[best.label]),
             "leaders": [(round(after, 1), leader) for after, leader in leaders],
             "stages": search.journal.document["seconds"],
-            "speedups": {each: round(speeds(each), 4) for each in (PLAIN, *(contender.label for contender in every))},
+            "speedups": {each: round(speeds[each], 4) for each in (PLAIN, *(contender.label for contender in every))},
             "holds": close >= CLOSE and seconds <= SHARE * exhaustive,
         }
 
-    def speedups(self, search: Search, every: Sequence[Contender], repeat: int) -> Callable[[str], float]:
+    def speedups(self, search: Search, every: Sequence[Contender], repeat: int) -> dict[str, float]:
         """Run all contenders in turn on every prompt. Returns their speedups over plain decoding, by label."""
         contenders, texts, measured, batch = search.contenders, search.texts, Measurements(), self.args.batch
         order = [PLAIN_CONTENDER, *every]
@@ -139,7 +139,8 @@ class Check:
                     for contender in order[first:] + order[:first]
                 }
                 measured.add_turn(Group(batch, index), runs)
-        return lambda label: measured.ratio(label).value
+        ranking = halving.ranking(measured, [each.label for each in every], measured.groups(PLAIN))
+        return {PLAIN: 1.0, **ranking.speedups}
 
     def useless(self, traffic: str) -> dict[str, Any]:
         """Search with a random draft as the only choice."""

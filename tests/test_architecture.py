@@ -26,7 +26,7 @@ BELOW = {
     "types": {"errors", "sampling_params"},
     "method_text": {"errors"},
     "disk_cache": {"errors"},
-    "progress": set(),
+    "progress": {"errors"},
     "files": {"errors"},
     "hub": {"errors", "files", "hub_errors", "memory", "progress"},
     "hub_errors": {"errors", "files"},

@@ -219,6 +219,11 @@ def test_time_and_memory_count_the_servers_that_a_worker_started(peers: Any) -> 
     assert peers.protocol.cpu_seconds() >= running - 0.02  # an ended server still counts; its time is in clock ticks
 
 
+def test_a_thread_that_ends_while_children_are_counted_is_no_error(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda *_: [Path("/proc/self/task/0/children")])
+    assert peers.protocol._children() == [] and peers.protocol.cpu_seconds() > 0
+
+
 def test_drafts_that_change_the_text_are_counted(peers: Any) -> None:
     def entry(method: str, bits: int, texts: dict[str, str], dtype: str = "int8") -> dict[str, Any]:
         known = {"engine": "x", "method": method, "bits": bits, "prompt_tokens": None}

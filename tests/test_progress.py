@@ -97,11 +97,29 @@ def test_compiling_a_library_reports_its_progress(records: Records, monkeypatch:
 
 def test_a_terminal_shows_the_remaining_time_of_slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now, shown = [0.0], io.StringIO()
-    terminal = Console(file=shown, force_terminal=True, width=120, get_time=lambda: now[0])
-    monkeypatch.setattr("rich.console.Console", lambda **_: terminal)
-    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=SimpleNamespace(isatty=lambda: True)))
-    with progress.reporting("draft") as report:
+    terminal = Console(file=shown, force_terminal=True, width=120)
+    monkeypatch.setattr(progress, "console", lambda: terminal)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with progress.shown("draft") as report:
         for step in range(1, 8):
             now[0] += 40
-            report(0.1 * step, {"step": step})
-    assert "0:02:00" in shown.getvalue()
+            report(0.1 * step, 1.0, f"step {step}")
+    assert "0:02:00 left  draft: step 7" in shown.getvalue() and "70.0%" in shown.getvalue()
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with progress.shown() as report:
+        for seconds, done, what in (
+            (0, 0, "compiling"),
+            (60, 0, "[a]"),
+            (61, 1, "b"),
+            (70, 2, "b"),
+            (71, 3, "b"),
+            (80, 0, "c"),
+        ):
+            now[0] = seconds
+            report(done, 4, what)
+    lines = ["0/4 compiling", "0/4 [a]", "2/4 0:00:18 left b", "0/4 c"]
+    assert capsys.readouterr().err.splitlines() == lines  # what precedes the first step, and other work, predict nothing

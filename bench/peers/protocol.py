@@ -155,7 +155,7 @@ def cpu_seconds() -> float:
     """Return the processor time of this process and of its children, including ended ones."""
     ticks = 0
     for child in _children():
-        ticks += sum(int(field) for field in (child / "stat").read_text().rpartition(")")[2].split()[11:13])
+        ticks += sum(int(field) for field in _text(child / "stat").rpartition(")")[2].split()[11:13])
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime + ticks / float(os.sysconf("SC_CLK_TCK"))
 
@@ -167,19 +167,23 @@ def peak_mb() -> float:
     """
     total = 0.0
     for process in (Path("/proc/self"), *_children()):
-        file = process / "status"
-        lines = file.read_text().splitlines() if file.exists() else []
+        lines = _text(process / "status").splitlines()
         total += sum(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
     return total
 
 
 def _children() -> list[Path]:
     """Return the /proc folders of this process's children; empty without /proc."""
-    tasks = Path("/proc/self/task")
-    if not tasks.is_dir():
-        return []
-    found = [pid for file in tasks.glob("*/children") for pid in file.read_text().split()]
-    return [Path("/proc") / pid for pid in found if (Path("/proc") / pid / "stat").exists()]
+    files = Path("/proc/self/task").glob("*/children")
+    return [Path("/proc") / pid for file in files for pid in _text(file).split()]
+
+
+def _text(file: Path) -> str:
+    """Return the content of a file of /proc, empty if the process or thread has ended or there is no /proc."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def _answer(stream: TextIO, message: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.bench.loops import MAX_PERIOD, ends_in_loop, in_loops, loop_share
+from outrider.bench.loops import MAX_PERIOD, in_loops, loop_share
 from outrider.cli.options import READABLE_TEMPERATURE, READABLE_TOP_P
 from outrider.train.continuation import continue_rows
 from outrider.train.layer_skip import EarlyExitLoss
@@ -90,6 +90,6 @@ def measure(
     found: dict[str, Any] = {"prompts": len(prompts), "new_tokens": new_tokens}
     for name, temperature, top_p in (("greedy", 0.0, 1.0), ("sampled", READABLE_TEMPERATURE, READABLE_TOP_P)):
         texts = samples.continuations(net, tokenizer, prompts, new_tokens, temperature, top_p)
-        ends = sum(map(ends_in_loop, texts)) / len(texts)
+        ends = sum(in_loops(text)[-1:] == [True] for text in texts) / len(texts)
         found[name] = {"texts_that_end_in_a_loop": round(ends, 4), "tokens_in_loops": round(loop_share(texts), 4)}
     return found

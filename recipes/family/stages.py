@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.files import replaced
 from outrider.heads.checkpoint import named_errors
-from outrider.progress import reporting
+from outrider.progress import shown
 from outrider.train import distillation, plots
 from outrider.train.claims import check_or_record_identity, fingerprint
 from outrider.train.continuation import continue_rows
@@ -193,13 +193,13 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
     starts = prompts.mixed_prompts(shop.tokens, shop.tokenizer, rows, settings.prompt_tokens, others).to(shop.device)
     generator = torch.Generator(shop.device).manual_seed(plan.seed)
     written = []
-    with reporting("generate") as show:
+    with shown("generate") as show:
         for batch in starts.split(settings.generation_batch):
             temperature = torch.ones(len(batch), device=shop.device)
             temperature[: round(len(batch) * settings.greedy_share)] = 0.0
             new_tokens = settings.new_tokens + 1
             written.append(continue_rows(teacher, batch, new_tokens, temperature, generator).cpu())
-            show(sum(map(len, written)) / rows, {"rows": sum(map(len, written))})
+            show(sum(map(len, written)), rows, "")
     generated = torch.cat(written).to(torch.int32)
     with named_errors(path), replaced(path) as unfinished:
         torch.save(generated, unfinished)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.files import replaced
 from outrider.heads.checkpoint import named_errors
-from outrider.progress import reporting
+from outrider.progress import shown
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.claims import check_or_record_identity, exclusive, fingerprint
 from outrider.train.runs import Workspace
@@ -50,7 +50,7 @@ def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens:
     written = []
     for temperature, part in zip((0.0, 1.0), filled.chunk(2), strict=True):
         folder = work / f"text_{temperature:g}"
-        with exclusive(folder), reporting(f"text at temperature {temperature:g}") as report:
+        with exclusive(folder), shown(f"text at temperature {temperature:g}") as report:
             written.append(regenerate(runner, part, PROMPT_LEN, temperature, SEED, folder, report))
     rows = torch.cat(written)
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]

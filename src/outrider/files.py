@@ -1,15 +1,16 @@
-"""Expand paths that users write, open their text files, and write files atomically."""
+"""Expand paths that users write, open their text files, read documents of interrupted work, and write files atomically."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import secrets
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from outrider.errors import OutriderError, without_path
 
@@ -91,3 +92,22 @@ def replaced(file: Path) -> Iterator[Path]:
         unfinished.replace(file)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def earlier(path: Path, question: Mapping[str, Any], key: str, what: str) -> dict[str, Any]:
+    """Return the JSON document of interrupted work. ``what``: the command that writes such documents.
+
+    Raises ``OutriderError`` unless the document's entry ``key`` agrees with ``question``, the inputs of the work.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known, asked = found[key], json.loads(json.dumps(question))  # tuples become lists
+        differing = [name for name in asked if asked[name] != known.get(name)]
+    except OSError as error:
+        raise OutriderError(f"--resume: cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise OutriderError(f"--resume: {path} was not written by {what}") from None
+    if differing:
+        names = ", ".join(differing).replace("_", " ")
+        raise OutriderError(f"--resume: {path} was made with other values of {names}: use the same or omit --resume")
+    return found

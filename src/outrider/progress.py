@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from functools import cache
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from outrider.errors import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PERIOD = 3.5  # seconds between two messages; with delays, one appears at least every 5 seconds
-LINE_EVERY_S = 20.0  # seconds between two lines of ``reporting`` in a log
-SPEED_PERIOD_S = 600.0  # seconds from which a terminal's remaining time is estimated
-Report = Callable[[float, dict[str, Any]], None]  # (finished share, latest values by name)
+Report = Callable[[float, float, str], None]  # (steps done, all steps or 0 if unknown, what is running); a total of 1.0: shares
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a benchmark, a search or an audit."""
+@cache
+def console() -> Console:
+    """Return the terminal on standard error, one for all messages, so that none of them breaks a progress bar."""
+    from rich.console import Console
 
-    done: int
-    total: int  # 0 if unknown
-    seconds_left: float | None  # None before the first measurement
-    what: str
+    return Console(stderr=True, highlight=False)
 
 
 @contextmanager
@@ -66,44 +68,56 @@ def logged(logger: logging.Logger, what: str, expected: float) -> Iterator[None]
     logger.info("%s: done in %.0f s", what, time.monotonic() - started)
 
 
-@contextmanager
-def reporting(name: str) -> Iterator[Report]:
-    """Show a progress bar with the remaining time on a terminal, plain lines elsewhere. Yields the function that updates it."""
-    if not sys.stderr.isatty():
-        yield _lines(name)
-        return
-    from rich import progress
-    from rich.console import Console
+class _Pace:
+    """The remaining time. What precedes the first finished step, such as compiling, predicts nothing."""
 
-    times = (progress.TaskProgressColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
-    columns = ("{task.description}", progress.BarColumn(), *times, "{task.fields[numbers]}")
-    # By default the speed is that of the last 30 s, which a step of a large model exceeds.
-    with progress.Progress(*columns, console=Console(stderr=True), speed_estimate_period=SPEED_PERIOD_S) as bar:
-        task = bar.add_task(name, total=1.0, numbers="")
-        yield lambda share, point: bar.update(task, completed=share, numbers=_described(point))
+    def __init__(self) -> None:
+        self._start = self._latest = inf
+        self._first: tuple[float, float] | None = None  # time and steps at the first report with another finished step
 
-
-def _lines(name: str) -> Report:
-    """Return a function that prints a line every 20 seconds, and at each measurement of bits per byte."""
-    first: tuple[float, float] | None = None  # time and share of the first call: compiling before it predicts nothing
-    printed = time.monotonic()
-
-    def report(share: float, point: dict[str, Any]) -> None:
-        nonlocal first, printed
+    def left(self, done: float, total: float) -> str:
+        """Return the remaining time as text, empty if it is unknown."""
         now = time.monotonic()
-        first = first or (now, share)
-        if now - printed >= LINE_EVERY_S or "bpb" in point:
-            speed = (share - first[1]) / max(now - first[0], 1e-9)
-            left = f"{(1 - share) / speed / 60:.1f} min" if speed > 0 else "?"
-            clock = time.strftime("%H:%M:%S")
-            print(f"{clock} {name} {share:6.1%} left {left} | {_described(point)}", file=sys.stderr, flush=True)
-            printed = now
+        if done < self._latest:  # other work
+            self._start, self._first = done, None
+        self._latest = done
+        if self._first is None and done > self._start:
+            self._first = (now, done)
+        if self._first is None or done <= self._first[1] or not total:
+            return ""
+        seconds = (now - self._first[0]) / (done - self._first[1]) * (total - done)
+        return f"{timedelta(seconds=round(seconds))} left"
 
-    return report
+
+@contextmanager
+def shown(name: str = "") -> Iterator[Report]:
+    """Show a progress bar with the remaining time on a terminal, elsewhere a line at the start and every few seconds.
+
+    Yields the function that updates it.
+    """
+    from rich import progress
+
+    pace, printed = _Pace(), -inf
+    text = progress.TextColumn("{task.fields[count]}  {task.fields[left]}  {task.description}", markup=False)
+    terminal = console()
+    with progress.Progress(
+        progress.BarColumn(bar_width=24), text, console=terminal, transient=True, disable=not terminal.is_terminal
+    ) as bar:
+        task = bar.add_task(printable(name), total=None, count="", left="")
+
+        def report(done: float, total: float, what: str) -> None:
+            nonlocal printed
+            share = f"{done / total:.1%}" if isinstance(total, float) else f"{done}/{total}"
+            count, left = share if total else str(done), pace.left(done, total)
+            label = printable(": ".join(filter(None, (name, what))))
+            bar.update(task, completed=done, total=total or None, count=count, left=left, description=label)
+            if not terminal.is_terminal and time.monotonic() - printed >= PERIOD:
+                terminal.print(" ".join(filter(None, (count, left, label))), markup=False, soft_wrap=True)
+                printed = time.monotonic()
+
+        yield report
 
 
-def _described(point: dict[str, Any]) -> str:
-    """Format a point of the curve: of a training step its number and loss, else all values."""
-    if "loss" in point and "bpb" not in point:
-        point = {key: point[key] for key in ("step", "loss") if key in point}
-    return " ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in point.items())
+def described(values: Mapping[str, Any]) -> str:
+    """Format values by name."""
+    return " ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())

@@ -14,9 +14,9 @@ from tiny_folder import make_folder
 from outrider import LLM
 from outrider.bench import cells, grid, workloads
 from outrider.bench.breakdown import PARTS, expectation, main_part
-from outrider.bench.contenders import Contender, Contenders
-from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
-from outrider.bench.measure import Arrival, Batch, PeakMemory, Run, batch_of, generate, pauses
+from outrider.bench.contenders import PLAIN_CONTENDER, Contender, Contenders
+from outrider.bench.grid import GridPlan, Group
+from outrider.bench.measure import Arrival, Batch, Run, batch_of, generate, pauses
 from outrider.types import Context, OutriderError, PhaseTimes, Proposal, Round, Scores
 
 NGRAM = Contender("ngram", 3)
@@ -66,10 +66,10 @@ def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPat
 def test_busy_processes_end_if_one_of_them_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(command: list[str]) -> subprocess.Popen[bytes]:
+    def start(command: list[str], **more: Any) -> subprocess.Popen[bytes]:
         if started:
             raise BlockingIOError("too many processes")
-        started.append(popen([*command[:2], "-c", "import time; time.sleep(60)"]))
+        started.append(popen([*command[:2], "-c", "import time; time.sleep(60)"], **more))
         return started[0]
 
     popen = subprocess.Popen
@@ -77,6 +77,14 @@ def test_busy_processes_end_if_one_of_them_cannot_be_started(monkeypatch: pytest
     with pytest.raises(BlockingIOError), grid.busy_processes(2):
         pass
     assert started[0].returncode is not None
+
+
+def test_a_measurement_waits_until_other_processes_are_busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "busy"
+    slow = f"import time; time.sleep(0.4); open({str(file)!r}, 'w').close(); print({{}}, flush=True); time.sleep(60)"
+    monkeypatch.setattr(grid, "BUSY", slow)
+    with grid.busy_processes(1):
+        assert file.exists()
 
 
 @pytest.mark.skipif(not LISTED, reason="needs /proc (Linux)")
@@ -140,7 +148,7 @@ def test_cells_are_medians_of_ratios_within_a_repeat() -> None:
     repeats[2][NGRAM].token_ids = [[2] * 10]
     found = cells.cells([Group(0.0, 1, "x", repeats)])
     assert [cell["method"] for cell in found] == ["plain", "ngram"]
-    assert found[1]["speedup"] == 4.0 and found[1]["speedup_range"] == [2.0, 5.0]
+    assert found[1]["speedup"] == 4.0
     assert found[1]["same_text"] == pytest.approx(2 / 3, abs=1e-3)
     assert cells.cells([Group(0.8, 1, "x", repeats)])[1]["same_text"] is None
     assert cells.cells([Group(0.8, 1, "x", repeats)], same_text_when_sampled=True)[1]["same_text"] is not None
@@ -149,7 +157,7 @@ def test_cells_are_medians_of_ratios_within_a_repeat() -> None:
     assert 2.0 <= low < 4.0 < high <= 5.0
 
 
-def test_a_run_records_latencies_memory_and_predicted_plain_speed(llm: LLM) -> None:
+def test_a_run_records_latencies_and_predicted_plain_speed(llm: LLM) -> None:
     prompts = [
         workloads.encode(llm.tokenizer, workloads.Prompt("x", text)) for text in ("for i in range(10):", "def add(", "The")
     ]
@@ -162,7 +170,6 @@ def test_a_run_records_latencies_memory_and_predicted_plain_speed(llm: LLM) -> N
     predicted = [batch.plain_seconds or 0 for batch in run.batches]
     assert min(predicted) > 0 and sum(predicted) <= sum(batch.seconds for batch in run.batches)
     assert run.predicted_plain_tok_s == pytest.approx(24 / sum(predicted))
-    assert run.peak_bytes is None or run.peak_bytes > 50e6
     cell = cells.cells([Group(0.0, 2, "x", [{PLAIN_CONTENDER: run}])])[0]
     assert set(cell["inter_token_ms"]) == {"p50", "p95"} and cell["prediction_error_percent"] > -5
     assert cell["expected_speedup"] is None and cell["cost_ratio"] is None
@@ -177,7 +184,6 @@ def test_decoding_starts_after_the_first_tokens_of_every_prompt(tmp_path: Path) 
     assert batch.waits[0] < batch.waits[1] == batch.first_seconds
     assert run.stats.num_rounds == run.num_tokens - batch.first_tokens  # one round per token after the first ones
     cell = cells.cells([Group(0.0, 2, "x", [{PLAIN_CONTENDER: run}])])[0]
-    assert cell["first_token_ms"] == pytest.approx(1e3 * batch.first_seconds / 2, rel=1e-3)
     assert cell["time_to_first_token_ms"]["p50"] == pytest.approx(1e3 * batch.waits[0], rel=1e-3)
 
 
@@ -207,20 +213,6 @@ def test_a_failing_target_ends_the_measurement(llm: LLM, monkeypatch: pytest.Mon
     with pytest.raises(OutriderError, match="out of memory"):
         generate(Contenders(llm), PLAIN_CONTENDER, [[7, 8], [9, 8]], GridPlan((), {}, max_tokens=4).params(0, 0), 2)
     assert not llm.engine.has_work
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not report peak memory")
-def test_peak_memory_counts_from_the_start_of_the_measurement() -> None:
-    import torch
-
-    def peak(num_bytes: int) -> int:
-        memory = PeakMemory(torch.device("cpu"))
-        del_me = bytearray(num_bytes)
-        del_me[::4096] = b"x" * len(del_me[::4096])
-        return memory.read() or 0
-
-    large, small = peak(200_000_000), peak(1_000)
-    assert large - small > 150_000_000
 
 
 PLAIN_MS = {"draft": 0.0, "score": 10.0, "verify": 0.0, "host": 0.0}

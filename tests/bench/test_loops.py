@@ -14,7 +14,7 @@ from outrider.bench import cells, loops
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.documents import headline, loop_warnings
 from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
-from outrider.bench.loops import MAX_PERIOD, ends_in_loop, in_loops, loop_share, loop_start
+from outrider.bench.loops import MAX_PERIOD, in_loops, loop_share, loop_start
 from outrider.bench.measure import Arrival, Batch, Run, generate
 from outrider.types import PhaseTimes, Round
 
@@ -59,11 +59,6 @@ def test_loops_match_the_definition(tokens: list[int], max_period: int, min_repe
 )
 def test_loop_start_and_share(tokens: list[int], start: int, share: float) -> None:
     assert loop_start(tokens) == start and loop_share([tokens]) == pytest.approx(share)
-
-
-def test_ends_in_loop_is_false_after_a_loop() -> None:
-    assert ends_in_loop([*FRESH, 5, 5, 5]) and not ends_in_loop([5, 5, 5, *FRESH]) and not ends_in_loop([])
-    assert loop_share([[5, 5, 5], FRESH]) == 3 / 43 and loop_share([]) == 0
 
 
 def batch(*, tokens_per_round: int, num_rounds: int, prompts: int = 1, seconds: float = 1.0) -> Batch:
@@ -114,7 +109,7 @@ def test_results_before_loops_exclude_loops() -> None:
     repeats = [{PLAIN_CONTENDER: run(1, 60, text), NGRAM: speculative()} for _ in range(3)]
     plain, drafted = cells.cells([Group(0.0, 1, "x", repeats)])
     assert plain["loop_share"] == drafted["loop_share"] == pytest.approx(30 / 61, abs=1e-4)
-    assert plain["ends_in_loop"] == 1 and drafted["tokens_before_loops"] == 31
+    assert drafted["tokens_before_loops"] == 31
     assert drafted["decode_speedup"] == pytest.approx(3.0) and drafted["before_loops"]["decode_speedup"] == pytest.approx(2.0)
     assert headline(drafted)["decode_speedup"] == pytest.approx(2.0) and headline(drafted)["tokens"] == 61
     assert drafted["mean_acceptance_length"] == pytest.approx(3.0)

@@ -1,4 +1,4 @@
-"""Provenance in results: command line without API keys, and processor."""
+"""Provenance in results: command line without secrets, and processor."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ from outrider.bench.provenance import command, commit, cpu_name, origin
             "outrider bench serve --api-key hidden -k 2",
         ),
         (["outrider", "bench", "serve", "--api-key=sk-1"], "outrider bench serve --api-key=hidden"),
+        (
+            ["outrider", "bench", "serve", "--url=http://bob:pass@host:8000"],
+            "outrider bench serve --url=http://hidden@host:8000",
+        ),
     ],
 )
 def test_a_result_records_the_command_line(argv: list[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:

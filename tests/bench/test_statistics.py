@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from outrider.bench.statistics import Timings, change, percentiles, speed_interval, speedup_interval
+from outrider.bench.statistics import Timings, change, percentiles, speedup_interval
 
 
 @pytest.mark.parametrize("level", [0.5, 0.95, 0.999])
@@ -39,8 +39,6 @@ def test_common_slowdowns_cancel() -> None:
     base, fast = timings(machine), timings(machine / 2)
     low, high = speedup_interval(fast, base) or (0.0, 0.0)
     assert low == pytest.approx(2) and high == pytest.approx(2)
-    speeds = speed_interval(fast)
-    assert speeds is not None and speeds[1] / speeds[0] > 1.1
 
 
 def test_a_speedup_that_depends_on_the_prompt_has_a_wide_interval() -> None:
@@ -53,7 +51,7 @@ def test_a_speedup_that_depends_on_the_prompt_has_a_wide_interval() -> None:
 
 def test_a_single_measurement_has_no_interval() -> None:
     one = timings(np.ones((1, 1)))
-    assert speedup_interval(one, one) is None and speed_interval(one) is None
+    assert speedup_interval(one, one) is None
     assert change([10.0], [11.0, 12.0]) is None
     assert change([], []) is None
 

@@ -8,6 +8,7 @@ import select
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from rich.console import Console
 
 from outrider.bench.tables import tables
 from outrider.cli import console
+from outrider.cli.bench import read_workloads
 from outrider.cli.bench_documents import check_writable
-from outrider.cli.console import progress, say_error, waiting
-from outrider.progress import Progress
+from outrider.cli.console import say_error, waiting
+from outrider.progress import shown
 
 Run = Callable[..., "tuple[int, str, str]"]
 
@@ -48,12 +50,12 @@ def test_a_narrow_terminal_shows_every_number_and_verdict(
     files = [tmp_path / name for name in ("old.json", "new.json")]
     for file, speed in zip(files, (150.0, 120.0), strict=True):
         file.write_text(json.dumps(measured(speed)))
-    for width in (100, 40):
+    for width in (100, 60):
         monkeypatch.setenv("COLUMNS", str(width))
         _, out, _ = outrider("bench", "compare", *files)
         words = " ".join(out.split())
-        assert "150 > 120" in words and "1.50 > 1.20" in words and "-20% ±" in words and "no significant change" in words
-        assert "\u2026" not in out and ("verdict" in out) == (width == 100)
+        assert "150 > 120" in words and "1.50 > 1.20" in words and "-20% ±" in words and "significant" in words
+        assert "\u2026" not in out and max(map(len, out.splitlines()[:-1])) <= width
 
 
 def test_captions_have_no_line_break_of_their_own() -> None:
@@ -82,8 +84,8 @@ def test_brackets_in_progress_and_error_messages_are_not_markup(capsys: pytest.C
     with waiting("loading ./my[/model]"):
         pass
     say_error("cannot write a[/b]")
-    with progress() as report:
-        report(Progress(1, 2, None, "mine[/b]\x1b[2J, draft"))
+    with shown() as report:
+        report(1, 2, "mine[/b]\x1b[2J, draft")
     err = capsys.readouterr().err
     assert "./my[/model]" in err and "error: cannot write a[/b]" in err
     assert r"mine[/b]\x1b[2J, draft" in err and "\x1b" not in err
@@ -115,7 +117,7 @@ def looping() -> dict[str, object]:
         before = {name: each[name] for name in ("tok_s", "plain_tok_s", "mean_acceptance_length", "ms", "difference")}
         slower = {name: each[name] if each["k"] == 0 else each[name] / 2 for name in ("speedup", "decode_speedup")}
         before |= slower | {"acceptance_rate": 0.35, "speedup_interval": [1.4, 1.6], "decode_speedup_interval": [1.4, 1.6]}
-        each |= {"loop_share": 0.4, "ends_in_loop": 0.5, "tokens_before_loops": 38, "before_loops": before}
+        each |= {"loop_share": 0.4, "tokens_before_loops": 38, "before_loops": before}
     return result
 
 
@@ -168,13 +170,13 @@ def test_a_report_is_made_from_a_document(outrider: Run, tmp_path: Path) -> None
     del old["cells"][0]["difference"]
     file.write_text(json.dumps(old))
     code, _, err = outrider("bench", "report", file, "--html", page)
-    assert code == 2 and "is not a benchmark document" in err
+    assert code == 2 and "is not a complete benchmark document" in err
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"cells": [{"method": "draft", "k": 4, "temperature": "hot"}]}, "is not a benchmark document"),
+        ({"cells": [{"method": "draft", "k": 4, "temperature": "hot"}]}, "is not a complete benchmark document"),
         ({"kind": "serve"}, "bench serve"),
     ],
 )
@@ -189,7 +191,7 @@ def test_documents_of_another_kind_or_with_wrong_types_are_refused(
     wrong["cells"][0]["tok_s"] = "fast"
     file.write_text(json.dumps(wrong))
     code, _, err = outrider("bench", "report", file, "--html", tmp_path / "x.html")
-    assert code == 2 and "is not a benchmark document" in err
+    assert code == 2 and "is not a complete benchmark document" in err
 
 
 @pytest.mark.parametrize("key", ["workload", "same_text", "acceptance_histogram", "ms", "loop_share"])
@@ -331,3 +333,19 @@ def test_documents_without_a_common_cell_do_not_pass_a_check(outrider: Run, tmp_
         file.write_text(json.dumps(content))
     code, out, _ = outrider("bench", "compare", *files)
     assert code == 3 and "no common cell" in out
+
+
+def test_checking_a_file_keeps_the_link_to_it(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "results" / "file")
+    (tmp_path / "results").mkdir()
+    check_writable("--out", link)
+    assert link.is_symlink() and not link.exists()
+
+
+def test_prompts_that_do_not_fill_a_batch_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    options: Any = SimpleNamespace(prompts=None, workloads="code", num_prompts=5)
+    assert len(read_workloads(options, (1, 4))["code"]) == 5
+    assert capsys.readouterr().err.splitlines() == [
+        "batch 4: the last 1 of 5 prompts of 'code' are left out: they do not fill a batch"
+    ]

@@ -11,7 +11,7 @@ from outrider.proposers.ngram import NgramProposer
 from outrider.proposers.plain import PlainProposer
 from outrider.proposers.suffix import SuffixProposer
 from outrider.search import choice
-from outrider.search.halving import ranking
+from outrider.search.halving import Ranking, ranking
 from outrider.search.measurements import Group, Measurements
 
 PROPOSERS: dict[str, Proposer] = {
@@ -40,17 +40,19 @@ def add(found: Measurements, speeds: dict[str, float], noise: float = 0.01, prom
             found.add_turn(Group(batch, prompt), seconds)
 
 
-def choose(finalists: list[Contender], found: Measurements) -> choice.Decision:
+def last(finalists: list[Contender], found: Measurements) -> Ranking:
     labels = [each.label for each in finalists]
-    last = ranking(found, labels, found.groups("plain"), num_tried=len(labels))
-    return choice.choose(finalists, found.ratio, PROPOSERS, last)
+    return ranking(found, labels, found.groups("plain"), num_tried=len(labels))
+
+
+def choose(finalists: list[Contender], found: Measurements) -> choice.Decision:
+    return choice.choose(finalists, last(finalists, found), PROPOSERS)
 
 
 def test_the_fastest_beyond_noise_is_chosen() -> None:
     found = measured({"plain": 100, "draft k=4": 150, "ngram k=4": 130})
     chosen = choose([DRAFT, NGRAM], found)
-    assert chosen.chosen == DRAFT and chosen.speedup is not None
-    assert chosen.speedup.value == pytest.approx(1.5, rel=0.02)
+    assert chosen.chosen == DRAFT and last([DRAFT, NGRAM], found).speedups["draft k=4"] == pytest.approx(1.5, rel=0.02)
     assert "slower than draft k=4" in chosen.others["ngram k=4"] and "plain" in chosen.others
 
 
@@ -69,7 +71,7 @@ def test_one_slow_turn_of_three_does_not_change_the_choice() -> None:
             Group(1, prompt), {label: 300 / speed if "draft" in label else 100 / speed for label, speed in speeds.items()}
         )
     chosen = choose([DRAFT, NGRAM], found)
-    assert chosen.chosen == DRAFT and chosen.speedup is not None and chosen.speedup.value == pytest.approx(1.5, rel=0.02)
+    assert chosen.chosen == DRAFT and last([DRAFT, NGRAM], found).speedups["draft k=4"] == pytest.approx(1.5, rel=0.02)
 
 
 def test_the_fastest_length_of_a_method_is_chosen() -> None:
@@ -81,8 +83,9 @@ def test_the_fastest_length_of_a_method_is_chosen() -> None:
 
 def test_noise_does_not_justify_a_large_loss() -> None:
     found = measured({"plain": 100, "draft k=4": 160, "ngram k=4": 150}, noise=0.3)
-    lead = found.ratio(DRAFT.label, NGRAM.label)
-    assert lead.interval is not None and lead.interval[0] < 1 < lead.value - choice.MAX_LOSS
+    ranked = last([DRAFT, NGRAM], found)
+    fast, slow = ranked.speedups[DRAFT.label], ranked.speedups[NGRAM.label]
+    assert not ranked.is_slower(NGRAM.label, fast) and fast / slow > 1 + choice.MAX_LOSS
     assert choose([DRAFT, NGRAM], found).chosen == DRAFT
 
 
@@ -96,9 +99,10 @@ def test_nothing_faster_than_plain_decoding_means_plain_decoding(speeds: tuple[f
     assert chosen.others["draft k=4"].endswith(f"plain decoding's speed: {expected}")
 
 
-def test_nothing_is_chosen_without_an_interval() -> None:
+def test_nothing_is_chosen_where_the_noise_is_unknown() -> None:
     found = Measurements()
     found.add_turn(Group(1, 0), {"plain": 1.0, "draft k=4": 0.5})
+    assert last([DRAFT], found).interval(DRAFT.label) is None
     assert choose([DRAFT], found).chosen.is_plain
 
 

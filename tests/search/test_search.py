@@ -15,7 +15,6 @@ from tiny_folder import make_folder
 from outrider import LLM
 from outrider.bench.contenders import Contender, Contenders
 from outrider.engine.methods import chosen_methods, fitting_proposers
-from outrider.progress import Progress
 from outrider.proposers.base import Proposer
 from outrider.proposers.combined import CombinedProposer
 from outrider.proposers.degraded import Degraded
@@ -80,7 +79,6 @@ def test_a_good_draft_is_found_and_plain_decoding_runs_in_every_turn(llm: LLM, t
     found = started(llm, {"draft": twin})
     chosen = found.run()
     assert chosen.chosen == Contender("draft", 4)
-    assert chosen.speedup is not None and chosen.speedup.value == pytest.approx(2.8, rel=0.02)
     assert {label for label, _ in ran[:5]} == {PLAIN, "draft k=1", "draft k=2", "draft k=4", "draft k=auto"}
     runs = {label: sum(each == label for each, _ in ran) for label, _ in ran}
     assert runs["draft k=1"] == runs["draft k=2"] == 2 and runs["draft k=4"] == runs[PLAIN] > 2
@@ -292,20 +290,22 @@ def test_an_interrupt_loses_only_the_run_in_progress(
     assert len(before) == stop_at - 1 and len(sought) > len(before)
     assert len(set(sought)) == len(sought)  # nothing was measured twice
     stop = len(sought) + 1
+    warmed: list[str] = []
+    monkeypatch.setattr(search_module, "warm_up", lambda _, contender, *more: warmed.append(contender.label))
     again = started(llm, dict(proposers), Journal(file, {"a": 1}, resume=True))
     again.run()  # a finished search runs nothing
+    assert not warmed
     assert [each.ranking for each in again.rung_results] == [each.ranking for each in resumed.rung_results]
 
 
-def test_progress_counts_runs_and_estimates_the_time_left(llm: LLM, twin: Proposer, timed: Any) -> None:
+def test_progress_counts_runs(llm: LLM, twin: Proposer, timed: Any) -> None:
     timed(lambda each: BY_LENGTH[each.k])
-    told: list[Progress] = []
-    started(llm, {"draft": twin}, report=told.append).run()
-    runs = [each for each in told if each.what.startswith("rung")]
-    assert [each.done for each in runs] == list(range(len(runs)))
-    assert all(each.done < each.total for each in runs)
-    assert all(each.seconds_left is not None and each.seconds_left >= 0 for each in runs[1:])
-    assert told[-1].what.startswith("rung 2: ") and told[-1].what.endswith(", batch 1")
+    told: list[tuple[float, float, str]] = []
+    started(llm, {"draft": twin}, report=lambda *state: told.append(state)).run()
+    runs = [each for each in told if each[2].startswith("rung")]
+    assert [done for done, *_ in runs] == list(range(len(runs)))
+    assert all(done < total for done, total, _ in runs)
+    assert told[-1][2].startswith("rung 2: ") and told[-1][2].endswith(", batch 1")
 
 
 def test_recorded_outputs_equal_plain_decoding(llm: LLM, twin: Proposer) -> None:
@@ -341,40 +341,7 @@ def test_a_journal_of_another_search_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="with other values of batch"):
         Journal(file, {"batch": [2], "traffic": "x"}, resume=True)
     file.write_text("[]")
-    with pytest.raises(OutriderError, match="is not a complete journal of this version"):
-        Journal(file, {}, resume=True)
-
-
-RUN = {"seconds": 1.0, "tau": 2.0, "first_tokens": 1, "accepted": [1, 0], "decode_seconds": 0.5}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"found": []},
-        {"found": {"rung 1": 5}},
-        {"found": {"rung 1": {"a": {}}}},
-        {"found": {"rung 1": {"a": RUN | {"seconds": "x"}}}},
-        {"found": {"rung 1": {"a": RUN | {"seconds": 0}}}},
-        {"found": {"rung 1": {"a": RUN | {"tau": None}}}},
-        {"found": {"rung 1": {"a": RUN | {"accepted": 3}}}},
-        {"found": {"rung 1": {"a": {name: value for name, value in RUN.items() if name != "first_tokens"}}}},
-        {"found": {"rung 1": {"a": RUN | {"decode_seconds": -1}}}},
-        {"found": {"recorded": {"0": "x"}}},
-        {"found": {"recorded": {"0": [[1.5]]}}},
-        {"seconds": None},
-        {"seconds": {"rung 1": "x"}},
-        {"schema": "outrider-tune/1"},
-    ],
-)
-def test_a_damaged_journal_is_rejected(change: dict[str, Any], tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    journal = Journal(file, {})
-    journal.once("recorded", "0", lambda: [[1, 2], []])
-    journal.once("rung 1", "a", lambda: RUN)
-    assert Journal(file, {}, resume=True).document == journal.document
-    file.write_text(json.dumps(journal.document | change))
-    with pytest.raises(OutriderError, match="is not a complete journal of this version"):
+    with pytest.raises(OutriderError, match="was not written by outrider tune"):
         Journal(file, {}, resume=True)
 
 

@@ -106,8 +106,8 @@ def test_checkpoints_larger_than_the_disk_are_rejected_before_training(tmp_path,
 def test_capture_says_its_size_and_reports_each_batch(runner, tmp_path, caplog):
     caplog.set_level("INFO")
     told = []
-    capture(runner, torch.ones(10, 8).int(), [2], tmp_path, lambda share, point: told.append((share, point["rows"])))
-    assert told == [(0.4, 4), (0.8, 8), (1.0, 10)]
+    capture(runner, torch.ones(10, 8).int(), [2], tmp_path, lambda *state: told.append(state))
+    assert told == [(4, 10, ""), (8, 10, ""), (10, 10, "")]
     assert "hidden states of 10 rows of 8 tokens: 0 MB in" in caplog.text
 
 

@@ -27,7 +27,6 @@ from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import write_folder
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
-from outrider.progress import reporting
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train import precision, runs, shapes
 from outrider.train.block_loss import BlockLoss
@@ -44,7 +43,7 @@ from outrider.types import OutriderError
 LAYERS, SEQ = 6, 24
 
 
-def silent(fraction, point):
+def silent(done, total, what):
     pass
 
 
@@ -443,8 +442,8 @@ def test_remaining_time_ignores_finished_work(runner, rows, tmp_path):
     regenerate(runner, rows[:33], 20, 0.0, 1, tmp_path / "text", silent)
     (tmp_path / "features" / "features_00001.safetensors").unlink()
     (tmp_path / "text" / "text_00002.safetensors").unlink()
-    capture(runner, rows, [2], tmp_path / "features", lambda share, _: told.append(share))
-    regenerate(runner, rows[:33], 20, 0.0, 1, tmp_path / "text", lambda share, _: told.append(share))
+    capture(runner, rows, [2], tmp_path / "features", lambda done, total, _: told.append(done / total))
+    regenerate(runner, rows[:33], 20, 0.0, 1, tmp_path / "text", lambda done, total, _: told.append(done / total))
     assert told[0] == 1.0 and told[1:] == [24 / 33]  # finished work is not counted
 
 
@@ -853,19 +852,6 @@ def test_invalid_training_is_reported_before_the_target_generates_text(runner, t
     for run, message in cases:
         with pytest.raises(OutriderError, match=message):
             run()
-
-
-def test_progress_in_a_log_is_a_line_now_and_then_with_the_remaining_time(capsys, monkeypatch):
-    times = iter([0.0, 1.0, 11.0, 21.0, 22.0])
-    clock = SimpleNamespace(monotonic=lambda: next(times), strftime=lambda _: "12:00:00")
-    monkeypatch.setattr("outrider.progress.time", clock)
-    with reporting("draft") as report:
-        for step, more in enumerate([{"kl": 1.5}, {"kl": 1.0}, {"hit": 0.5}, {"bpb": {"total": 2.0}}], start=1):
-            report(0.1 * step, {"step": step, "loss": 3.0, **more})
-    assert capsys.readouterr().err.splitlines() == [
-        "12:00:00 draft  30.0% left 1.2 min | step 3 loss 3.000",
-        "12:00:00 draft  40.0% left 0.7 min | step 4 loss 3.000 bpb {'total': 2.0}",
-    ]
 
 
 def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):

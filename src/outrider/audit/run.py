@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -87,19 +85,6 @@ def plan_of(audited: Audited, grid: Grid) -> dict[str, Any]:
         "models": audited.models,
         "program": same_program(audited.llm.runner),
     }
-
-
-def earlier_of(file: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document of an interrupted run of this grid. Raises ``OutriderError`` if the file holds something else."""
-    try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        differing = [name for name, value in json.loads(json.dumps(plan)).items() if found["grid"].get(name) != value]
-        found |= {"cells": list(found["cells"]), "seconds": float(found["seconds"])}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise OutriderError(f"{file} was not written by outrider audit --same-text") from None
-    if differing:
-        raise OutriderError(f"{file} was made with other {', '.join(differing)}: use the same options or another --out")
-    return found
 
 
 def same_text(

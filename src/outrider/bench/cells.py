@@ -10,18 +10,16 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.breakdown import expectation
-from outrider.bench.contenders import Contender
-from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
-from outrider.bench.loops import ends_in_loop, loop_share, loop_start
+from outrider.bench.contenders import PLAIN_CONTENDER, Contender
+from outrider.bench.grid import GridPlan, Group
+from outrider.bench.loops import loop_share, loop_start
 from outrider.bench.measure import Run
 from outrider.bench.provenance import digest, provenance
-from outrider.bench.statistics import Timings, percentiles, speed_interval, speedup_interval
+from outrider.bench.statistics import Timings, percentiles, speedup_interval
 from outrider.engine.stats import PHASES
 
 if TYPE_CHECKING:
     from outrider.runner import ModelRunner
-
-MEGABYTE = 1e6
 
 
 def document(
@@ -61,13 +59,11 @@ def _cell(group: Group, contender: Contender, same_text_when_sampled: bool) -> d
     measured = {
         **_figures(runs, plain),
         "loop_share": loops,
-        "ends_in_loop": sum(map(ends_in_loop, texts)) / max(len(texts), 1),
         "tokens_before_loops": sum(map(loop_start, runs[0].token_ids)),
         "before_loops": _before_loops(runs, plain) if has_loops else None,
         **_latencies(runs),
         **_prediction(runs, plain),
         "same_text": _same_text(runs, plain) if comparable else None,
-        "peak_memory_mb": max((run.peak_bytes / MEGABYTE for run in runs if run.peak_bytes), default=None),
         "faults": sum(run.faults for run in runs),
         "tokens": runs[0].num_tokens,
         "prompts": len(runs[0].token_ids),
@@ -97,14 +93,11 @@ def _before_loops(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any] |
 
 def _speeds(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     speedups = [run.tok_s / base.tok_s if base.tok_s else 0.0 for run, base in zip(runs, plain, strict=True)]
-    timings, base_timings = _timings(runs), _timings(plain)
     return {
         "tok_s": median(run.tok_s for run in runs),
-        "tok_s_interval": speed_interval(timings),
         "plain_tok_s": median(run.tok_s for run in plain),
         "speedup": median(speedups),
-        "speedup_interval": speedup_interval(timings, base_timings),
-        "speedup_range": [min(speedups), max(speedups)],
+        "speedup_interval": speedup_interval(_timings(runs), _timings(plain)),
         "repeat_tok_s": [run.tok_s for run in runs],
         "repeat_speedup": speedups,
         "decode_tok_s": median(run.decode_tok_s for run in runs),
@@ -160,8 +153,6 @@ def _latencies(runs: Sequence[Run]) -> dict[str, Any]:
     pauses = [pause for run in runs for pause in run.pauses]
     firsts = [1e3 * seconds for run in runs for each in run.batches for seconds in each.waits]
     return {
-        # Per prompt: the batch's time divided by its number of prompts.
-        "first_token_ms": median(1e3 * run.first_seconds / max(len(run.token_ids), 1) for run in runs),
         "time_to_first_token_ms": percentiles(firsts),
         "inter_token_ms": percentiles([1e3 * seconds / n for seconds, n in pauses], [float(n) for _, n in pauses]),
         "pause_ms": percentiles([1e3 * seconds for seconds, _ in pauses]),

@@ -164,20 +164,11 @@ def table(comparison: Comparison) -> Table:
     """Return a table with one line per common cell."""
     view = bare_table()
     for name in ("cell", "tok/s", "change", "speedup", "change", "verdict"):
-        view.add_column(name, justify="left" if name in ("cell", "verdict") else "right", no_wrap=name == "change")
+        is_text = name in ("cell", "verdict")
+        view.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in _rows(comparison):
         add_row(view, row)
     return view
-
-
-def listing(comparison: Comparison) -> list[str]:
-    """Return the rows of ``table`` as short lines, for terminals that are too narrow for its columns."""
-    lines = []
-    for name, tok_s, tok_s_change, speedup, speedup_change, verdict in _rows(comparison):
-        lines += [printable(name), f"  {tok_s} tok/s, {tok_s_change}"]
-        lines += [f"  speedup {speedup}, {speedup_change}"] if speedup else []
-        lines.append(f"  {verdict}")
-    return lines
 
 
 def _rows(comparison: Comparison) -> Iterator[list[str]]:

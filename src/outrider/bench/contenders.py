@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.config import build_engine, build_policy, build_proposer
 from outrider.engine.engine import Engine
-from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.round import RoundResult
 from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
@@ -37,15 +36,18 @@ class Contender:
         return PLAIN if self.is_plain else f"{self.method} k={self.k}"
 
 
+PLAIN_CONTENDER = Contender(PLAIN, 0)
+
+
 class Contenders:
     """Switch one ``LLM`` between methods and draft lengths; target, cache and compiled passes are shared."""
 
     def __init__(self, llm: LLM, draft: ModelSource | None = None, proposers: Mapping[str, Proposer] | None = None) -> None:
         """``draft``: default draft for methods that take one; ``proposers``: method -> existing proposer."""
         self.llm = llm
-        self._draft, self._proposers = draft, proposers or {}
-        self._engines: dict[str, Engine] = {llm.proposer.name: llm.engine}
-        self._policies: dict[Contender, LengthPolicy] = {}
+        self._draft, self._given = draft, proposers or {}
+        self._proposers: dict[str, Proposer] = {llm.proposer.name: llm.proposer}  # one for all lengths of a method
+        self._engines: dict[Contender, Engine] = {}
         self._memories: dict[Contender, object] = {}  # proposer memory of each contender's own runs
 
     def prepare(self, contender: Contender) -> Contender:
@@ -54,16 +56,18 @@ class Contenders:
         Raises ``OutriderError`` for an unknown method or a draft that does not fit.
         """
         llm, method = self.llm, PLAIN if contender.is_plain else contender.method
-        if method not in self._engines:
+        if contender not in self._engines:
             draft = self._draft if PROPOSERS.get(split_method(method)[0]).takes_draft else None
             speculation = replace(llm.speculation, method=method, draft=draft, proposer=None)
-            proposer = self._proposers.get(method) or build_proposer(speculation, llm.runner, llm.tokenizer)
-            self._engines[method] = build_engine(speculation, llm.runner, proposer, FixedLength(0), llm.engine.scheduler)
-        proposer = self._engines[method].proposer
-        if contender not in self._policies:
-            speculation = replace(llm.speculation, num_draft_tokens=0 if contender.is_plain else contender.k)
-            self._policies[contender] = build_policy(speculation, llm.runner, proposer)
-        return replace(contender, k=min(contender.k, proposer.max_drafts)) if isinstance(contender.k, int) else contender
+            if method not in self._proposers:
+                found = self._given.get(method) or build_proposer(speculation, llm.runner, llm.tokenizer)
+                self._proposers[method] = found
+            speculation = replace(speculation, num_draft_tokens=0 if contender.is_plain else contender.k)
+            policy = build_policy(speculation, llm.runner, self._proposers[method])
+            scheduler = llm.engine.scheduler
+            self._engines[contender] = build_engine(speculation, llm.runner, self._proposers[method], policy, scheduler)
+        most = self._proposers[method].max_drafts
+        return replace(contender, k=min(contender.k, most)) if isinstance(contender.k, int) else contender
 
     def forget(self, contender: Contender | None = None) -> None:
         """Clear the memory of one contender, or of all: it would contain the output of a prompt that is repeated."""
@@ -82,14 +86,12 @@ class Contenders:
             if not round_.is_prefill:
                 rounds.append(round_)
 
-        engine = self._engines[PLAIN if contender.is_plain else contender.method]
-        before, policy = llm.engine, engine.policy
-        llm.engine, llm.proposer = engine, engine.proposer
-        engine.policy, engine.observer = self._policies[contender], record
+        before, engine = llm.engine, self._engines[contender]
+        llm.engine, llm.proposer, engine.observer = engine, engine.proposer, record
         engine.proposer.memory = self._memories.get(contender)
         try:
             yield rounds
         finally:
             self._memories[contender] = engine.proposer.memory
-            engine.policy, engine.observer = policy, None
+            engine.observer = None
             llm.engine, llm.proposer = before, before.proposer

@@ -13,10 +13,7 @@ from outrider.types import OutriderError
 
 Cell = Mapping[str, Any]
 KEY = ("method", "k", "temperature", "batch", "workload", "busy")
-NUMBERS = ("temperature", "batch", "tok_s", "speedup", "mean_acceptance_length")
 LOOP_WARNING = 0.1  # share of plain decoding's tokens in loops that causes a warning
-FIELDS = {*KEY, *NUMBERS, "loop_share", "before_loops", "difference", "conditional_acceptance"}
-FIELDS |= {"time_to_first_token_ms", "prediction_error_percent"}
 
 
 def is_plain(cell: Cell) -> bool:
@@ -74,15 +71,11 @@ def read(path: Path) -> dict[str, Any]:
     cells = document.get("cells") if isinstance(document, dict) else None
     if isinstance(document, dict) and document.get("kind") == "serve":
         raise OutriderError(f"{path} was written by `outrider bench serve`: expected a file of `outrider bench --out`")
-    if not isinstance(cells, list) or not all(isinstance(cell, dict) and _is_cell(cell) for cell in cells):
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
         raise OutriderError(f"{path} is not a benchmark document: expected a file of `outrider bench --out`")
     if not cells:
         raise OutriderError(f"{path} contains no measurements")
     return dict(document)
-
-
-def _is_cell(cell: Cell) -> bool:
-    return cell.keys() >= FIELDS and all(isinstance(cell[name], (int, float)) for name in NUMBERS)
 
 
 def at(cells: Sequence[Cell], **values: Any) -> list[Cell]:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
-from time import perf_counter
 
-from outrider.bench.contenders import Contender, Contenders
+from outrider.bench.contenders import PLAIN_CONTENDER, Contender, Contenders
 from outrider.bench.measure import Run, generate
-from outrider.progress import Progress
-from outrider.registry import PLAIN
+from outrider.progress import Report
 from outrider.types import SamplingParams
 
 WARMUP_TOKENS = 24  # tokens of the untimed warm-up before a contender's first run
-PLAIN_CONTENDER = Contender(PLAIN, 0)
-# Program that keeps a core busy for as long as the process with this id is its parent.
-BUSY = "import os\nwhile os.getppid() == {}: sum(range(10_000))"
+# Program that keeps a core busy for as long as the process with this id is its parent. It prints a line when it starts.
+BUSY = "import os\nprint(flush=True)\nwhile os.getppid() == {}: sum(range(10_000))"
 
 
 @dataclass(frozen=True)
@@ -61,27 +58,22 @@ class Group:
     busy: int = 0  # number of other busy processes
 
 
-def run_grid(
-    contenders: Contenders, plan: GridPlan, report: Callable[[Progress], None] = lambda progress: None
-) -> Iterator[Group]:
+def run_grid(contenders: Contenders, plan: GridPlan, report: Report = lambda *_: None) -> Iterator[Group]:
     """Yield each group after its last repeat. Closing the iterator or an interrupt loses only the running repeat.
 
     Plain decoding and the contenders take turns at each batch of prompts in rotating order, so that changes in the machine's
     speed affect all of them equally.
     """
     warm: set[tuple[Contender, int]] = set()
-    done, started = 0, perf_counter()
-    spent_warming = 0.0
+    done = 0
     for temperature, batch, workload, busy in product(plan.temperatures, plan.batches, plan.workloads, plan.busy):
         group = Group(temperature, batch, workload, busy=busy)
         prompts = plan.workloads[workload]
         order = [PLAIN_CONTENDER, *plan.contenders]
         for contender in order:
             if (contender, batch) not in warm:
-                report(Progress(done, plan.num_runs, None, f"{contender.label}, batch {batch}: warming up"))
-                before = perf_counter()
+                report(done, plan.num_runs, f"{contender.label}, batch {batch}: warming up")
                 warm_up(contenders, contender, prompts, batch)
-                spent_warming += perf_counter() - before
                 warm.add((contender, batch))
         try:
             for repeat in range(plan.repeat):
@@ -91,11 +83,9 @@ def run_grid(
                 for number in range(len(prompts) // batch):
                     start = (repeat + number) % len(order)
                     for contender in order[start:] + order[:start]:
-                        elapsed = perf_counter() - started - spent_warming
-                        left = elapsed / done * (plan.num_runs - done) if done else None
                         what = f"{workload}, {contender.label}, batch {batch}, temperature {temperature:g}"
                         what += f", {busy} busy" if busy else ""
-                        report(Progress(done, plan.num_runs, left, what))
+                        report(done, plan.num_runs, what)
                         part = prompts[number * batch :][:batch]
                         with busy_processes(busy):
                             runs[contender] = generate(contenders, contender, part, params, batch, runs.get(contender))
@@ -114,12 +104,15 @@ def busy_processes(count: int) -> Iterator[None]:
     running: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            running.append(subprocess.Popen([sys.executable, "-S", "-c", BUSY.format(os.getpid())]))
+            running.append(subprocess.Popen([sys.executable, "-S", "-c", BUSY.format(os.getpid())], stdout=subprocess.PIPE))
+        for process in running:
+            if process.stdout is not None:
+                process.stdout.readline()  # the start of an interpreter is not the load that was asked for
         yield
     finally:
         for process in running:
-            process.kill()
-            process.wait()
+            with process:
+                process.kill()
 
 
 def warm_up(contenders: Contenders, contender: Contender, prompts: Sequence[list[int]], batch: int) -> None:

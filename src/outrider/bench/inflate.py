@@ -22,7 +22,7 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -38,7 +38,7 @@ from outrider.files import not_a_model_folder
 from outrider.heads.checkpoint import read_config, read_folder
 from outrider.memory import require_disk
 from outrider.memory import size as shown
-from outrider.progress import reporting
+from outrider.progress import shown as shown_progress
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,10 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield part
         part.rename(out)
     except OSError as error:
-        raise OutriderError(f"cannot write {out}: {error.strerror or error}") from error
+        path = Path(error.filename or part)
+        is_input = path.exists() and part not in (path, *path.parents)
+        what = f"cannot read {path}" if is_input else f"cannot write {out}"
+        raise OutriderError(f"{what}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -138,13 +141,13 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, total: int) 
         index.update(dict.fromkeys(shard, shards))
         shard = {}
 
-    with reporting(f"building a {total / 1e9:.2f}B checkpoint") as report:
+    with shown_progress(f"building a {total / 1e9:.2f}B checkpoint") as report:
         for name, tensor in tensors:
             if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
                 flush()
             shard[name] = tensor.contiguous()
             written, size = written + tensor.numel(), size + tensor.nbytes
-            report(written / total, {})
+            report(written / total, 1.0, "")
         flush()
     names = {i: f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)}
     for i, name in names.items():
@@ -168,7 +171,6 @@ def _write_config(out: Path, config: Mapping[str, Any], inflater: Inflater, para
             "parameters": params,
             "source": asdict(inflater.small),
             "real_layers": inflater.real_layers,
-            "feature_copies": inflater.copies,
             "seed": seed,
         },
     }
@@ -183,8 +185,7 @@ def inflated(source: str | Path, size: str) -> Path:
     num_params(size)
     if not (source / "config.json").is_file():
         raise OutriderError(not_a_model_folder(source))
-    files = [source / "config.json", *sorted(source.glob("*.safetensors")), *sorted(source.glob("token*"))]
-    folder = cache_folder(f"{source.resolve().name}-{size.lower()}", f"{FORMAT}/{size.lower()}".encode(), files)
+    folder = cache_folder(f"{source.resolve().name}-{size.lower()}", f"{FORMAT}/{size.lower()}".encode(), source)
     return built_once(folder, lambda: inflate(source, folder, size))
 
 
@@ -199,10 +200,10 @@ def built_once(folder: Path, build: Callable[[], object]) -> Path:
     return folder
 
 
-def cache_folder(name: str, key: bytes, files: Iterable[Path]) -> Path:
-    """Return the folder of the cache for something made from ``key`` and from these files, by their content."""
+def cache_folder(name: str, key: bytes, source: Path) -> Path:
+    """Return the folder of the cache for something made from ``key`` and from a folder, by the content of its files."""
     digest = hashlib.sha256(key)
-    for file in files:
+    for file in sorted(file for file in source.iterdir() if file.is_file()):
         with file.open("rb") as opened:
             digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
     return lasting_dir("inflated") / f"{name}-{digest.hexdigest()[:12]}"

@@ -2,16 +2,13 @@
 
 A head reads the small target's hidden state padded with zeros (see ``inflate``), and its output is padded in the same way. It
 reads the inputs of the same real layers, which are further apart in the large model. Its layers get the widths of the large
-target's. Norms are exact in bfloat16 where the target's are. Where the target stores every feature twice, the weights of two
-norms are rounded: an EAGLE-1 head's, which has nothing else to mask a second copy, and an MTP head's of the target's last
-feature, which is stored once.
+target's.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +38,6 @@ from outrider.proposers.recognition import TargetFiles
 from outrider.types import OutriderError, dtype_name
 
 FORMAT = 2  # part of the cache key: increment it when the same head and target give other weights
-WRONG_RATIO = "this head cannot be inflated to this size: choose a width of 4 or 16 times its target's"
 SEED = 1  # seed of the random weights, different from the target's
 
 
@@ -53,7 +49,6 @@ class InflatedTarget:
     large: Shape
     vocab_size: int
     real_layers: tuple[int, ...]
-    copies: int  # copies of every feature in its hidden states, except the last
     dtype: torch.dtype
 
     @classmethod
@@ -64,8 +59,8 @@ class InflatedTarget:
         if note is None:
             raise OutriderError(f"{folder} is not an inflated model: heads can only be inflated for one")
         dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
-        layers, copies = tuple(note["real_layers"]), int(note["feature_copies"])
-        return cls(Shape(**note["source"]), source_shape(config), config["vocab_size"], layers, copies, dtype)
+        layers = tuple(note["real_layers"])
+        return cls(Shape(**note["source"]), source_shape(config), config["vocab_size"], layers, dtype)
 
     @property
     def small_target(self) -> TargetFiles:
@@ -83,21 +78,20 @@ class _Reader:
     """Widens matrices that read the output of the inflated target or of a head on it."""
 
     def __init__(self, target: InflatedTarget, noise: Noise) -> None:
-        self.small, self.large, self.copies = target.small.hidden, target.large.hidden, target.copies
-        self.noise = noise
+        self.small, self.large, self.noise = target.small.hidden, target.large.hidden, noise
 
-    def __call__(self, weight: Tensor, num_rows: int, places: Sequence[Tensor], is_silent: bool = False) -> Tensor:
+    def __call__(self, weight: Tensor, num_rows: int, places: Tensor, is_silent: bool = False) -> Tensor:
         """Widen a matrix that reads n hidden states, [r, n * h], to [num_rows, n * H].
 
-        Its rows are at each of ``places``, and read no second copies; all other weights are random. With ``is_silent``, other
-        rows read nothing either, so that their outputs are zero.
+        Its rows are at ``places``; all other weights are random. With ``is_silent``, other rows read nothing, so that their
+        outputs are zero.
         """
         blocks = weight.split(self.small, 1)
         wide = self.noise(num_rows, len(blocks) * self.large)
         for block, part in zip(blocks, wide.split(self.large, 1), strict=True):
-            part[:, 0 if is_silent else self.small : self.copies * self.small] = 0
-            for rows in places:
-                part[rows, : self.small] = block.to(part.dtype)
+            if is_silent:
+                part[:, : self.small] = 0
+            part[places, : self.small] = block.to(part.dtype)
         return wide
 
 
@@ -106,7 +100,7 @@ def wide_medusa(heads: medusa.MedusaHeads, target: InflatedTarget) -> medusa.Med
     check_width(heads.shape.hidden_size, target)
     shape, hidden = heads.shape, target.large.hidden
     read = _Reader(target, Noise(target.dtype, SEED))
-    features, tokens = [torch.arange(shape.hidden_size)], [torch.arange(shape.vocab_size)]
+    features, tokens = torch.arange(shape.hidden_size), torch.arange(shape.vocab_size)
     tensors = {}
     for name, weight in heads.state_dict().items():
         if name.startswith("lm_heads."):
@@ -129,21 +123,16 @@ def check_width(width: int, target: InflatedTarget) -> None:
 
 
 class _Widener:
-    """Widens the tensors of a head, whose layers have the names of the target's.
+    """Widens the tensors of a head, whose layers have the names of the target's."""
 
-    By default its hidden state is stored like the target's, and the output of its final norm once, like the target's last
-    feature: so it is in an MTP head in Qwen's layout and in a block drafter.
-    """
-
-    def __init__(self, config: Mapping[str, Any], target: InflatedTarget, copies: int | None = None) -> None:
-        """``copies``: copies of every feature in the head's hidden state; None for the target's."""
+    def __init__(self, config: Mapping[str, Any], target: InflatedTarget) -> None:
         small, large, own = target.small, target.large, source_shape(config)
         check_width(own.hidden, target)
-        noise, copies = Noise(target.dtype, SEED), copies or target.copies
+        noise = Noise(target.dtype, SEED)
         shape = replace(large, ffn=max(large.ffn, own.ffn), layers=max(large.layers, own.layers))
         self.target, self.read = target, _Reader(target, noise)
-        self.wide = Inflater(config, shape, noise, target.dtype, copies)
-        self.features = [torch.arange(small.hidden) + nth * small.hidden for nth in range(copies)]
+        self.wide = Inflater(config, shape, noise, target.dtype)
+        self.features = torch.arange(small.hidden)
         self.num_kernels = 2 * (config.get("dflash_config") or {}).get("conv_kernel_size", 0)
         self.sizes = self.wide.sizes | {"dtype": dtype_name(target.dtype)}
 
@@ -154,12 +143,10 @@ class _Widener:
             return self.read(weight, hidden, self.features, is_silent=True)
         if module == "embed_tokens":
             return self.wide.embedding(weight)
-        if module == "pre_fc_norm_hidden":  # reads the last feature, which is stored once
-            return self.wide.norm(weight / math.sqrt(self.wide.copies))
-        if module in ("norm", "hidden_norm", "pre_fc_norm_embedding"):
+        if module in ("norm", "hidden_norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
             return self.wide.norm(weight)
         if module in ("lm_head", "hidden_projection"):
-            return self.read(weight, len(weight), [torch.arange(len(weight))])
+            return self.read(weight, len(weight), torch.arange(len(weight)))
         if module == "base_kernel":
             return self._channels(weight, hidden)
         if module == "kernel_projection":
@@ -169,29 +156,23 @@ class _Widener:
         return self.wide.layer_tensor(name, weight, real=True)
 
     def _channels(self, weight: Tensor, num: int) -> Tensor:
-        """Widen [..., c] to [..., num]: the same for every copy of the features, zero for the other channels."""
-        copied = torch.cat([weight] * self.wide.copies, -1)
-        return nn.functional.pad(copied, (0, num - copied.shape[-1])).to(self.target.dtype)
+        """Widen [..., c] to [..., num] with zeros."""
+        return nn.functional.pad(weight, (0, num - weight.shape[-1])).to(self.target.dtype)
 
     def _kernels(self, weight: Tensor) -> Tensor:
         """Widen the projection [2 * taps * groups, h] to the coefficients of groups of channels."""
         ratio = self.wide.large.hidden // self.wide.small.hidden
         by_group = weight.view(self.num_kernels, -1, weight.shape[1]).transpose(1, 2)  # [2 * taps, h, groups]
         wide = self._channels(by_group, ratio * by_group.shape[2]).transpose(1, 2).flatten(0, 1)
-        return self.read(wide, len(wide), [torch.arange(len(wide))])
+        return self.read(wide, len(wide), torch.arange(len(wide)))
 
 
 class _EagleWidener(_Widener):
-    """Widens an EAGLE head. The hidden state of EAGLE-1 is stored once, because the target's output head reads it directly."""
+    """Widens an EAGLE head."""
 
     def __init__(self, shape: EagleShape, target: InflatedTarget) -> None:
-        super().__init__(shape.config.to_dict(), target, 1 if shape.generation == 1 else target.copies)
+        super().__init__(shape.config.to_dict(), target)
         self.shape = shape
-        reads_last = target.small.layers in shape.hidden_states
-        norms_features = shape.norm_before_fc or shape.fc_norm
-        lends_normed = shape.norm_output and not shape.own_output
-        if target.copies > 1 and ((norms_features and reads_last) or lends_normed):
-            raise OutriderError(WRONG_RATIO)
 
     def tensor(self, name: str, weight: Tensor) -> Tensor:
         wide, shape = self.wide, self.shape
@@ -203,13 +184,10 @@ class _EagleWidener(_Widener):
             return torch.cat([wide.norm(part) for part in weight.split(wide.small.hidden)])
         if name.startswith("fc_norm."):
             return wide.norm(weight)
-        is_stored = {"norm.weight": shape.norm_output, "layers.0.hidden_norm.weight": shape.norm_before_residual}
-        if is_stored.get(name):  # the norm's output is a hidden state, not only read
-            return wide.embedding(wide.norm(weight)[None, : len(weight)])[0]
         module = name.rsplit(".", 2)[-2]
         if shape.generation == 3 and name.startswith("layers.0.") and module in ("q_proj", "k_proj", "v_proj"):
             total, places, source = wide.attention_rows(module)  # reads the concatenated embedding and feature
-            return self.read(weight[source], total, [places], is_silent=module == "v_proj")
+            return self.read(weight[source], total, places, is_silent=module == "v_proj")
         return super().tensor(name, weight)
 
 
@@ -240,11 +218,9 @@ def wide_mtp(folder: Path, target: Path, facts: InflatedTarget) -> tuple[dict[st
 def wide_block(folder: Path, facts: InflatedTarget) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of a block drafter in z-lab's format for the inflated target."""
     config, tensors = read_folder(folder)
-    wide, last = _Widener(config, facts), facts.small.layers
+    wide = _Widener(config, facts)
     inner = config["dflash_config"]
     states = [index + 1 for index in inner["target_layer_ids"]]
-    if facts.copies > 1 and last in states:
-        raise OutriderError(WRONG_RATIO)
     layers = [facts.hidden_state(state) - 1 for state in states]
     changed = wide.sizes | {"num_target_layers": facts.large.layers, "dflash_config": inner | {"target_layer_ids": layers}}
     if "target_layer_ids" in config:
@@ -279,6 +255,5 @@ def inflated_head(source: str | Path, target: Path) -> Path:
     """Return the cached folder of a head inflated with ``target``, built if missing; keyed by content, target and format."""
     folder = find_folder(source)
     key = f"{FORMAT}/".encode() + (target / "config.json").read_bytes()
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    out = cache_folder(f"{folder.resolve().name}-{target.name[:40]}", key, files)
+    out = cache_folder(f"{folder.resolve().name}-{target.name[:40]}", key, folder)
     return built_once(out, lambda: inflate_head(folder, target, out))

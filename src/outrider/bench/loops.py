@@ -33,11 +33,6 @@ def loop_start(token_ids: Sequence[int]) -> int:
     return found.index(True) if True in found else len(found)
 
 
-def ends_in_loop(token_ids: Sequence[int]) -> bool:
-    """Return whether the last token is in a loop."""
-    return in_loops(token_ids)[-1:] == [True]
-
-
 def loop_share(texts: Sequence[Sequence[int]]) -> float:
     """Return the share of all tokens of all outputs that are in loops; 0 without tokens."""
     found = [each for token_ids in texts for each in in_loops(token_ids)]

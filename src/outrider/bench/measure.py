@@ -1,4 +1,4 @@
-"""Generate outputs and record their times (total, by phase, and of each arrival) and the peak of memory."""
+"""Generate outputs and record their times: total, by phase, and of each arrival."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
-
-import torch
 
 from outrider.bench.loops import loop_start
 from outrider.engine.stats import GenerationStats
@@ -19,9 +16,6 @@ from outrider.types import OutriderError, Round, SamplingParams
 if TYPE_CHECKING:
     from outrider.bench.contenders import Contender, Contenders
     from outrider.engine.outputs import Chunk
-
-STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-RESET_PEAK = "5"  # clears the high-water mark, see proc(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +60,6 @@ class Run:
     token_ids: list[list[int]] = field(default_factory=list)  # per prompt
     batches: list[Batch] = field(default_factory=list)
     pauses: list[tuple[float, int]] = field(default_factory=list)  # (seconds before tokens, tokens that arrived together)
-    peak_bytes: int | None = None  # peak memory while it ran
     faults: int = 0
 
     @property
@@ -136,30 +129,6 @@ class Run:
         return [batch.before([loop_start(text) for text in islice(texts, len(batch.waits))]) for batch in self.batches]
 
 
-class PeakMemory:
-    """Peak memory since the creation of this object. On a CPU: resident memory of the process, with all loaded models."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            return
-        try:
-            RESET.write_text(RESET_PEAK)
-            self._can_read = True
-        except OSError:
-            self._can_read = False
-
-    def read(self) -> int | None:
-        """Return the peak in bytes, or None if it is unknown."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        if not self._can_read:
-            return None
-        lines = STATUS.read_text().splitlines()
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
-
-
 def generate(
     contenders: Contenders,
     contender: Contender,
@@ -173,7 +142,7 @@ def generate(
     ``params``: common to all prompts, or one per prompt; ``run``: earlier result of the contender, to which this one is added.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    run, memory = run or Run(), PeakMemory(contenders.llm.runner.device)
+    run = run or Run()
     with contenders.active(contender) as rounds:
         faults = contenders.llm.engine.stats.faults
         for at in range(0, len(prompts), batch):
@@ -181,8 +150,6 @@ def generate(
             with closing(contenders.llm.stream(part, each[at : at + batch])) as stream:
                 _generate_batch(stream, len(part), run, rounds)
         run.faults += contenders.llm.engine.stats.faults - faults
-    peaks = [peak for peak in (run.peak_bytes, memory.read()) if peak is not None]
-    run.peak_bytes = max(peaks, default=None)
     return run
 
 

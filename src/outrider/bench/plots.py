@@ -8,11 +8,12 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
+from math import inf
 from statistics import fmean, geometric_mean
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -20,7 +21,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from outrider.bench.documents import Cell, at, distinct, is_plain, label
-from outrider.bench.tables import number, span
+from outrider.bench.statistics import Interval
+from outrider.bench.tables import span
 from outrider.engine.stats import PHASES, expected_speedup
 
 COLOURS = ("#3f7fd6", "#dd7f2b", "#2f9e6a", "#c7528a", "#8b6fd0", "#a8902c", "#4aa3b5", "#c0554a")
@@ -46,6 +48,8 @@ STYLE: Any = {  # typed by key in matplotlib
 }
 WIDTH, HEIGHT = 6.4, 3.4  # inches; the page scales them
 MOST_BARS = 6  # contenders side by side in one group
+X = int | str  # a position on the horizontal axis
+Kind = Literal["lines", "bars", "stacked"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,33 @@ class Plot:
     note: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line, or the bars of one colour. Parts of the same name share a colour; dotted parts are not in the legend."""
+
+    name: str
+    values: Mapping[X, float]  # by x; a line's value at "auto" is drawn as a horizontal line
+    intervals: Mapping[X, Interval] = field(default_factory=dict)
+    part: str = ""
+    style: str = "-"
+    in_table: bool = True
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.part}" if self.part else self.name
+
+    def entry(self, x: X, text: str) -> str:
+        """Return the value at ``x`` formatted with ``text``, and its interval."""
+        return f"{text.format(self.values[x])} {span(self.intervals.get(x))}".strip() if x in self.values else ""
+
+    def errors(self, places: Sequence[X]) -> Any:
+        """Return the lengths of error bars below and above; None without intervals."""
+        if not self.intervals:
+            return None
+        ends = [(self.values[x], *self.intervals.get(x, (self.values[x],) * 2)) for x in places]
+        return [[max(value - low, 0.0) for value, low, _ in ends], [max(high - value, 0.0) for value, _, high in ends]]
 
 
 @dataclass(frozen=True)
@@ -139,183 +170,84 @@ def plots(cells: Sequence[Cell]) -> list[Plot]:
     """
     cells = [cell for cell in cells if cell["busy"] == cells[0]["busy"]]
     batches = distinct(cells, "batch")
-    first = at(cells, batch=batches[0])
-    found = [speedup_by_k(pools(first))]
-    if any(not pool.is_plain for pool in pools(first)):
-        found += [tokens_per_pass(pools(first)), acceptance_by_position(pools(first))]
+    first = pools(at(cells, batch=batches[0]))
+    found = [_by_k(first)]
+    if any(not pool.is_plain for pool in first):
+        found += [_tokens_per_pass(first), _acceptance(first)]
     if len(batches) > 1:
-        found.append(speedup_by_batch(cells))
-    return [*found, speedup_by_workload(first), time_breakdown(pools(first))]
+        found.append(_by_condition(cells, "batch", "batch size", "lines"))
+    return [*found, _by_condition(at(cells, batch=batches[0]), "workload", "workload", "bars"), _breakdown(first)]
 
 
-def speedup_by_k(found: Sequence[Pool]) -> Plot:
+def _by_k(found: Sequence[Pool]) -> Plot:
     """Plot the measured speedup after the first token with the formula's curve."""
-    title = "Speedup over plain decoding by draft length"
-    drafted = [pool for pool in found if not pool.is_plain]
-
-    def draw(axes: Axes) -> None:
-        for colour, method in zip(cycle(COLOURS), _methods(found), strict=False):
-            _draw_method(axes, colour, method, [pool for pool in drafted if pool.method == method])
-        axes.axhline(1, color=INK, linewidth=0.8)
-        axes.set(xlabel="K, drafts requested per round", ylabel="speedup after the first token (x)")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylim(bottom=0)
-
+    series = []
+    for method in _methods(found):
+        own: dict[X, Pool] = {pool.k: pool for pool in found if pool.method == method and not pool.is_plain}
+        series.append(_speedups(method, own, "decode_speedup"))
+        fixed = [(int(k), pool.mean("acceptance_rate"), pool.mean("cost_ratio")) for k, pool in own.items() if k != "auto"]
+        known = [(alpha, ratio) for _, alpha, ratio in fixed if alpha is not None and ratio is not None]
+        if known:
+            alpha, ratio = map(fmean, zip(*known, strict=True))
+            curve: dict[X, float] = {k: expected_speedup(alpha, k, ratio) for k in range(max(k for k, *_ in fixed) + 2)}
+            series.append(Series(method, curve, part="formula", style="--", in_table=False))
     note = (
         "Points: measured, with 95% intervals; dashed: the formula at the measured alpha and c of all points; dotted: auto. "
         "Geometric mean over the workloads."
     )
-    columns = ("method", "K", "speedup", "95%", "formula", "alpha", "c")
-    figures = [(pool.speedup("expected_speedup"), pool.mean("acceptance_rate"), pool.mean("cost_ratio")) for pool in drafted]
-    rows = tuple(
-        (pool.method, str(pool.k), number(pool.speedup(), 2), span(pool.interval()), *(number(each, 3) for each in of_pool))
-        for pool, of_pool in zip(drafted, figures, strict=True)
-    )
-    return Plot(title, svg_of(title, draw), note, columns, rows)
+    axes = ("K, drafts requested per round", "speedup after the first token (x)")
+    return plot("Speedup over plain decoding by draft length", note, axes, series, baseline=1)
 
 
-def _draw_method(axes: Axes, colour: str, method: str, own: Sequence[Pool]) -> None:
-    fixed = sorted((pool for pool in own if isinstance(pool.k, int) and pool.speedup()), key=lambda pool: int(pool.k))
-    if fixed:
-        lengths, speeds = [int(pool.k) for pool in fixed], [pool.speedup() or 0.0 for pool in fixed]
-        axes.errorbar(lengths, speeds, _bars(fixed, speeds), color=colour, marker="o", capsize=2, label=method)
-    known = [(pool.mean("acceptance_rate"), pool.mean("cost_ratio")) for pool in fixed]
-    pairs = [(alpha, ratio) for alpha, ratio in known if alpha is not None and ratio is not None]
-    if pairs:
-        alpha, ratio = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
-        curve = [expected_speedup(alpha, k, ratio) for k in range(max(lengths) + 2)]
-        axes.plot(range(len(curve)), curve, color=colour, linestyle="--", linewidth=1.2, label=f"{method}, formula")
-    for speed in [pool.speedup() for pool in own if pool.k == "auto"]:
-        if speed:
-            axes.axhline(speed, color=colour, linestyle=":", linewidth=1.2, label=f"{method}, auto")
-
-
-def tokens_per_pass(found: Sequence[Pool]) -> Plot:
+def _tokens_per_pass(found: Sequence[Pool]) -> Plot:
     """Plot a histogram of tokens per target pass."""
-    title = "Tokens per target pass"
     shown = _shown(found)
-    most = max((max(pool.histogram(), default=1) for pool in shown), default=1)
-
-    def draw(axes: Axes) -> None:
-        width = 0.84 / len(shown)
-        for index, (colour, pool) in enumerate(zip(COLOURS, shown, strict=False)):
-            shares = [100 * pool.histogram().get(tokens, 0.0) for tokens in range(1, most + 1)]
-            places = [tokens + (index - (len(shown) - 1) / 2) * width for tokens in range(1, most + 1)]
-            axes.bar(places, shares, width, color=colour, label=pool.label)
-        axes.set(xlabel="tokens per pass", ylabel="passes (%)")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-    rows = tuple(
-        (pool.label, f"{pool.tau():.2f}", *(f"{100 * pool.histogram().get(tokens, 0.0):.0f}%" for tokens in range(1, most + 1)))
+    series = [
+        Series(pool.label, {tokens: 100 * share for tokens, share in pool.histogram().items()}, part=f"mean {pool.tau():.2f}")
         for pool in shown
-    )
-    return Plot(title, svg_of(title, draw), _note_of(found, shown), ("method", "mean", *map(str, range(1, most + 1))), rows)
-
-
-def acceptance_by_position(found: Sequence[Pool]) -> Plot:
-    """Plot the acceptance of drafts by position."""
-    title = "Acceptance of drafts by position"
-    shown = _shown(found)
-    longest = max((len(pool.by_position("conditional_acceptance")) for pool in shown), default=0)
-
-    def draw(axes: Axes) -> None:
-        for colour, pool in zip(COLOURS, shown, strict=False):
-            for name, line in (("conditional_acceptance", "-"), ("acceptance_by_position", ":")):
-                rates = [100 * rate for rate in pool.by_position(name)]
-                own = pool.label if line == "-" else None
-                axes.plot(range(1, len(rates) + 1), rates, line, marker="o", markersize=3, color=colour, label=own)
-        axes.set(xlabel="position of the draft", ylabel="accepted (%)", ylim=(0, 103))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-    rows = [
-        (pool.label, f"of {base}", *(f"{100 * rate:.0f}%" for rate in pool.by_position(name)))
-        for pool in shown
-        for name, base in (("conditional_acceptance", "drafts reached"), ("acceptance_by_position", "all rounds"))
     ]
-    padded = tuple(row + ("",) * (longest + 2 - len(row)) for row in rows)
+    axes = ("tokens per pass", "passes (%)")
+    return plot("Tokens per target pass", _note_of(found, shown), axes, series, "bars", "{:.0f}%")
+
+
+def _acceptance(found: Sequence[Pool]) -> Plot:
+    """Plot the acceptance of drafts by position."""
+    shown = _shown(found)
+    shares = (("conditional_acceptance", "of drafts reached", "-"), ("acceptance_by_position", "of all rounds", ":"))
+    series = [
+        Series(pool.label, {i: 100 * rate for i, rate in enumerate(pool.by_position(name), start=1)}, part=part, style=style)
+        for pool in shown
+        for name, part, style in shares
+    ]
     note = "Solid: share of reached drafts; dotted: share of all rounds. " + _note_of(found, shown)
-    return Plot(title, svg_of(title, draw), note, ("method", "share", *map(str, range(1, longest + 1))), padded)
+    return plot("Acceptance of drafts by position", note, ("position of the draft", "accepted (%)"), series, entry="{:.0f}%")
 
 
-def speedup_by_batch(cells: Sequence[Cell]) -> Plot:
-    """Plot the speedup by batch size."""
-    title = "Speedup over plain decoding by batch size"
-    batches = distinct(cells, "batch")
-    by_batch = {batch: {pool.label: pool for pool in pools(at(cells, batch=batch)) if not pool.is_plain} for batch in batches}
-    labels = list(dict.fromkeys(name for found in by_batch.values() for name in found))
-    shown = [pool.label for pool in _shown(pools(cells))]
-
-    def draw(axes: Axes) -> None:
-        for colour, name in zip(COLOURS, shown, strict=False):
-            there = [batch for batch in batches if name in by_batch[batch] and by_batch[batch][name].speedup("speedup")]
-            found = [by_batch[batch][name] for batch in there]
-            speeds = [pool.speedup("speedup") or 0.0 for pool in found]
-            axes.errorbar(there, speeds, _bars(found, speeds, "speedup"), color=colour, marker="o", capsize=2, label=name)
-        axes.axhline(1, color=INK, linewidth=0.8)
-        axes.set(xlabel="batch size", ylabel="speedup, prompts included (x)", xticks=batches)
-        axes.set_ylim(bottom=0)
-
-    rows = tuple(
-        (name, *(number(by_batch[batch][name].speedup("speedup"), 2) if name in by_batch[batch] else "" for batch in batches))
-        for name in labels
-    )
-    note = "Geometric mean over the workloads."
-    if len(shown) < len(labels):
-        note += f" {len(labels) - len(shown)} more draft lengths are in the table only."
-    return Plot(title, svg_of(title, draw), note, ("method", *(f"batch {batch}" for batch in batches)), rows)
+def _by_condition(cells: Sequence[Cell], key: str, name: str, kind: Kind) -> Plot:
+    """Plot the speedup by batch size or workload."""
+    found = pools(cells)
+    shown = _shown(found)
+    series = [
+        _speedups(pool.label, {value: Pool(tuple(at(pool.cells, **{key: value}))) for value in distinct(pool.cells, key)})
+        for pool in shown
+    ]
+    note = f"Geometric mean over the workloads. {_note_of(found, shown)}" if key == "batch" else _note_of(found, shown)
+    title = f"Speedup over plain decoding by {name}"
+    return plot(title, note, (name, "speedup, prompts included (x)"), series, kind, baseline=1)
 
 
-def speedup_by_workload(cells: Sequence[Cell]) -> Plot:
-    """Plot the speedup by workload."""
-    title = "Speedup over plain decoding by workload"
-    shown = _shown(pools(cells))
-    workloads = distinct(cells, "workload")
-    of = {(cell["workload"], pool.label): cell for pool in shown for cell in pool.cells}
-
-    def draw(axes: Axes) -> None:
-        width = 0.84 / max(len(shown), 1)
-        for index, (colour, pool) in enumerate(zip(COLOURS, shown, strict=False)):
-            own = [(place, of[name, pool.label]) for place, name in enumerate(workloads) if (name, pool.label) in of]
-            speeds = [cell["speedup"] for _, cell in own]
-            bars = _bars([Pool((cell,)) for _, cell in own], speeds, "speedup")
-            places = [place + (index - (len(shown) - 1) / 2) * width for place, _ in own]
-            axes.bar(places, speeds, width, yerr=bars, color=colour, label=pool.label, ecolor=INK, capsize=1.5)
-        axes.axhline(1, color=INK, linewidth=0.8)
-        axes.set(xlabel="workload", ylabel="speedup, prompts included (x)", xticks=range(len(workloads)), xticklabels=workloads)
-        axes.grid(visible=False, axis="x")
-
-    def entry(name: str, pool: Pool) -> str:
-        cell = of.get((name, pool.label))
-        return "" if cell is None else f"{cell['speedup']:.2f} {span(cell.get('speedup_interval'))}".strip()
-
-    rows = tuple((name, *(entry(name, pool) for pool in shown)) for name in workloads)
-    return Plot(title, svg_of(title, draw), _note_of(pools(cells), shown), ("workload", *(pool.label for pool in shown)), rows)
-
-
-def time_breakdown(found: Sequence[Pool]) -> Plot:
+def _breakdown(found: Sequence[Pool]) -> Plot:
     """Plot the time per token by phase, plain decoding included."""
-    title = "Time per token by phase"
-    names = [pool.label for pool in found]
-    times = [pool.ms_per_token() for pool in found]
-
-    def draw(axes: Axes) -> None:
-        left = [0.0] * len(found)
-        for colour, phase in zip(COLOURS, PHASES, strict=False):
-            parts = [each[phase] for each in times]
-            axes.barh(names, parts, 0.7, left=left, color=colour, label=phase)
-            left = [start + part for start, part in zip(left, parts, strict=True)]
-        axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
-        axes.set(xlabel="milliseconds per token after the first", ylabel="method")
-
-    rows = tuple(
-        (name, *(f"{each[phase]:.3g}" for phase in PHASES), f"{sum(each.values()):.3g}")
-        for name, each in zip(names, times, strict=True)
-    )
+    series = [Series(f"{phase}, ms", {pool.label: pool.ms_per_token()[phase] for pool in found}) for phase in PHASES]
     note = "Time of a round / its tokens; host is everything except drafting, the target's pass and verification."
-    return Plot(
-        title, svg_of(title, draw, len(found)), note, ("method", *(f"{phase}, ms" for phase in PHASES), "sum, ms"), rows
-    )
+    axes = ("milliseconds per token after the first", "method")
+    return plot("Time per token by phase", note, axes, series, "stacked", "{:.3g}")
+
+
+def _speedups(name: str, found: Mapping[X, Pool], key: str = "speedup") -> Series:
+    """Return the speedups of pools with their intervals, without those that are unknown."""
+    values = {x: speedup for x, pool in found.items() if (speedup := pool.speedup(key))}
+    return Series(name, values, {x: bounds for x in values if (bounds := found[x].interval(key))})
 
 
 def _methods(found: Sequence[Pool]) -> list[str]:
@@ -340,29 +272,83 @@ def _note_of(found: Sequence[Pool], shown: Sequence[Pool]) -> str:
     return f"{left} more draft lengths are in the table of all cells below." if left else ""
 
 
-def _bars(found: Sequence[Pool], speeds: Sequence[float], name: str = "decode_speedup") -> Any:
-    """Return the lengths of error bars below and above, or None if an interval is unknown."""
-    bounds = [pool.interval(name) for pool in found]
-    if not bounds or None in bounds:
-        return None
-    known = [each for each in bounds if each is not None]
-    down = [max(speed - low, 0.0) for speed, (low, _) in zip(speeds, known, strict=True)]
-    up = [max(high - speed, 0.0) for speed, (_, high) in zip(speeds, known, strict=True)]
-    return [down, up]
+def plot(
+    title: str,
+    note: str,
+    labels: tuple[str, str],
+    series: Sequence[Series],
+    kind: Kind = "lines",
+    entry: str = "{:.2f}",
+    baseline: float | None = None,
+) -> Plot:
+    """Draw series, and list their values in a table with one row per x.
 
-
-def svg_of(title: str, draw: Callable[[Axes], None], num_bars: int = 0) -> str:
-    """Return a drawing and its legend as a self-contained ``<svg>`` element that inherits the page's colours."""
+    ``labels``: of both axes; ``entry``: format of a value in the table; ``baseline``: position of a horizontal line.
+    """
+    names = list(dict.fromkeys(each.name for each in series))
+    listed = [each for each in series if each.in_table]
+    places = sorted({x: None for each in listed for x in each.values}, key=lambda x: inf if isinstance(x, str) else x)
     with rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, max(HEIGHT, 0.9 + 0.28 * num_bars)), layout="constrained")
+        height = max(HEIGHT, 0.9 + 0.28 * len(places)) if kind == "stacked" else HEIGHT
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         axes.set_title(title, loc="left")
-        draw(axes)
+        axes.set(xlabel=labels[0], ylabel=labels[1])
+        DRAWN_AS[kind](axes, series, dict(zip(names, cycle(COLOURS), strict=False)), places)
+        if baseline is not None:
+            axes.axhline(baseline, color=INK, linewidth=0.8)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.3)
-        buffer = io.StringIO()
-        empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=True, metadata=empty)
+        svg = _svg(figure, title)
+    rows = [(str(x), *(each.entry(x, entry) for each in listed)) for x in places]
+    columns = (labels[0].partition(",")[0], *(each.label for each in listed))
+    if kind == "stacked":
+        columns = (labels[1], *columns[1:], "sum")
+        rows = [(*row, entry.format(sum(each.values[x] for each in listed))) for row, x in zip(rows, places, strict=True)]
+    return Plot(title, svg, note, columns, tuple(rows))
+
+
+def _lines(axes: Axes, series: Sequence[Series], colours: Mapping[str, str], places: Sequence[X]) -> None:
+    for each in series:
+        colour, points = colours[each.name], sorted(x for x in each.values if not isinstance(x, str))
+        label, marker = (None if each.style == ":" else each.label), ("" if each.style == "--" else "o")
+        look: Any = {"linestyle": each.style, "marker": marker, "markersize": 4, "capsize": 2, "color": colour}
+        if points:
+            axes.errorbar(points, [each.values[x] for x in points], each.errors(points), label=label, **look)
+        if "auto" in each.values:
+            axes.axhline(each.values["auto"], color=colour, linestyle=":", linewidth=1.2, label=f"{each.name}, auto")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=0)
+
+
+def _bars(axes: Axes, series: Sequence[Series], colours: Mapping[str, str], places: Sequence[X]) -> None:
+    width = 0.84 / max(len(series), 1)
+    for index, each in enumerate(series):
+        at_x = [places.index(x) + (index - (len(series) - 1) / 2) * width for x in each.values]
+        look: Any = {"color": colours[each.name], "label": each.label, "ecolor": INK, "capsize": 1.5}
+        axes.bar(at_x, list(each.values.values()), width, yerr=each.errors(list(each.values)), **look)
+    axes.set_xticks(range(len(places)), [str(x) for x in places])
+    axes.grid(visible=False, axis="x")
+
+
+def _stacked(axes: Axes, series: Sequence[Series], colours: Mapping[str, str], places: Sequence[X]) -> None:
+    left = [0.0] * len(places)
+    for each in series:
+        parts = [each.values[x] for x in places]
+        axes.barh([str(x) for x in places], parts, 0.7, left=left, color=colours[each.name], label=each.label)
+        left = [start + part for start, part in zip(left, parts, strict=True)]
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+
+
+DRAWN_AS = {"lines": _lines, "bars": _bars, "stacked": _stacked}
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """Return a drawing as a self-contained ``<svg>`` element that inherits the page's colours."""
+    buffer = io.StringIO()
+    empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=empty)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

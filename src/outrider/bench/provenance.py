@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def digest(value: Any) -> str:
 
 
 def command() -> str:
-    """Return the command line, such as ``outrider bench --k 4``; scripts by relative path, API keys hidden."""
+    """Return the command line, such as ``outrider bench --k 4``; scripts by relative path, secrets hidden."""
     program, words = Path(sys.argv[0]), sys.argv[1:]
     name = ["outrider"]
     if program.suffix == ".py" and program.parent.name != "outrider":  # python -m outrider runs outrider/__main__.py
@@ -74,7 +75,12 @@ def command() -> str:
             words[place] = f"{SECRET}={HIDDEN}"
         elif place and words[place - 1] == SECRET:
             words[place] = HIDDEN
-    return shlex.join([*name, *words])
+    return shlex.join([*name, *map(without_password, words)])
+
+
+def without_password(url: str) -> str:
+    """Return a URL with its user and password hidden."""
+    return re.sub(r"(?<=://)[^/]*(?=@)", HIDDEN, url)
 
 
 def commit() -> str | None:

@@ -68,8 +68,8 @@ def shape_for(config: Mapping[str, Any], params: int) -> Shape:
         row[1:] for row in ((2e8, 512, 24), (2.5e9, 1024, 28), (6e9, 2048, 32), (math.inf, 4096, 36)) if params < row[0]
     )
     hidden = small.hidden
-    while hidden < wanted:
-        hidden *= 2
+    while hidden * 2 < wanted:
+        hidden *= 4
     layers = max(layers, small.layers)
     heads = hidden // dim
     while heads * dim < 2048:

@@ -1,4 +1,4 @@
-"""Bootstrap intervals of speeds and ratios, and tests for changes between two benchmarks."""
+"""Bootstrap intervals of ratios of speeds, and tests for changes between two benchmarks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,6 @@ class Timings:
     @classmethod
     def of(cls, tokens: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> Timings:
         return cls(np.asarray(tokens, dtype=np.float64), np.asarray(seconds, dtype=np.float64))
-
-
-def speed_interval(timings: Timings) -> Interval | None:
-    """Return the interval of the median speed over resampled repeats and prompts; None with only one of each."""
-    drawn = _resample(timings)
-    return None if drawn is None else _interval(np.median(drawn, axis=1))
 
 
 def speedup_interval(timings: Timings, base: Timings) -> Interval | None:

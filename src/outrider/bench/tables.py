@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import fmean, geometric_mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from outrider.bench.breakdown import main_part
+from outrider.bench.breakdown import PARTS, main_part
 from outrider.bench.documents import Cell, at, busy_label, condition, distinct, headline, is_plain, label
 from outrider.errors import printable
 
@@ -71,9 +72,36 @@ REASONS: Columns = {
 }
 
 
-def tables(result: Mapping[str, Any]) -> list[Table]:
-    """Return the tables: speed and acceptance, expected speedup and latency; if there are many workloads, methods by workload;
-    if outputs loop, the speed over the whole outputs."""
+def _part(name: str, cell: Cell) -> str:
+    return f"{cell['difference'][name]:+.2f}" if cell["difference"] else ""
+
+
+MORE: Columns = {  # on a page only
+    "mean K": lambda cell: number(cell["mean_k"], 2),
+    **{name: partial(_part, name) for name in PARTS},
+    "first, p95 (ms)": lambda cell: number((cell["time_to_first_token_ms"] or {}).get("p95"), 0),
+    "between rounds (ms)": lambda cell: "{p50:.1f}/{p95:.1f}".format(**cell["pause_ms"]) if cell["pause_ms"] else "",
+    "predicted plain (tok/s)": lambda cell: number(cell["predicted_plain_tok_s"], 1),
+    "faults": lambda cell: str(cell["faults"]),
+}
+
+
+class Section(NamedTuple):
+    """A table of cells. A page shows title and note, a terminal the note."""
+
+    title: str
+    note: str
+    columns: Columns
+    cells: Sequence[Cell]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """Return the entries of each cell: condition, method, and those of the columns."""
+        return [[condition(cell), label(cell), *(entry(cell) for entry in self.columns.values())] for cell in self.cells]
+
+
+def sections(result: Mapping[str, Any]) -> list[Section]:
+    """Return speed and acceptance, expected speedup and latency, and if outputs loop, the speed over the whole outputs."""
     cells, precision = [headline(cell) for cell in result["cells"]], result.get("weights") or result["dtype"]
     speeds = f"{result['target']} on {result['device']}, {precision}; ms per round: draft + score + other"
     reasons = (
@@ -84,19 +112,24 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
         "loops: share of tokens in loops; before: tokens before the first loop. Above, speeds, "
         "acceptance and ms per round are for these; all else, and this table, is for whole outputs:"
     )
-    found = [_table(speeds, SPEEDS, cells), _table(reasons, REASONS, cells), *_matrices(cells)]
-    return [*found, _table(loops, LOOPS, result["cells"])] if any(cell["before_loops"] for cell in result["cells"]) else found
+    found = [Section("Speed and acceptance", speeds, SPEEDS, cells)]
+    found.append(Section("Expected and measured speedup, and latency", reasons, REASONS, cells))
+    if any(cell["before_loops"] for cell in result["cells"]):
+        found.append(Section("Loops", loops, LOOPS, result["cells"]))
+    return found
 
 
-def _table(title: str, columns: Columns, cells: Iterable[Cell]) -> Table:
-    view = table_of(title, *columns)
-    fill(view, rows_of(columns, cells))
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """Return the sections; if there are many workloads, methods by workload."""
+    found = [_table(section) for section in sections(result)]
+    found[2:2] = _matrices([headline(cell) for cell in result["cells"]])
+    return found
+
+
+def _table(section: Section) -> Table:
+    view = table_of(section.note, *section.columns)
+    fill(view, section.rows)
     return view
-
-
-def rows_of(columns: Columns, cells: Iterable[Cell]) -> list[list[str]]:
-    """Return the entries of each cell: condition, method, and those of the columns."""
-    return [[condition(cell), label(cell), *(entry(cell) for entry in columns.values())] for cell in cells]
 
 
 def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:

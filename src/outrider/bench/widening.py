@@ -40,18 +40,14 @@ class Noise:
 class Inflater:
     """Placement of the small model's weights in the large one."""
 
-    def __init__(
-        self, config: Mapping[str, Any], large: Shape, noise: Noise, dtype: torch.dtype, copies: int | None = None
-    ) -> None:
-        """``copies``: number of copies of every real feature; None for as many as exact norms need."""
+    def __init__(self, config: Mapping[str, Any], large: Shape, noise: Noise, dtype: torch.dtype) -> None:
         small, dim = source_shape(config), head_dim(config)
         ratio = large.hidden / small.hidden
-        if ratio < 1 or not math.log2(ratio).is_integer():
+        if ratio < 1 or not (math.log2(ratio) / 2).is_integer():
             raise OutriderError(
-                f"invalid hidden size {large.hidden}: expected the source's {small.hidden} times a power of two"
+                f"invalid hidden size {large.hidden}: expected the source's {small.hidden} times a power of four"
             )
-        self.copies = copies or (1 if math.log2(ratio) % 2 == 0 else 2)
-        self.norm_scale = math.sqrt(self.copies * small.hidden / large.hidden)  # a power of two, unless ``copies`` is given
+        self.norm_scale = math.sqrt(small.hidden / large.hidden)  # a power of two: exact in bfloat16
         self.small, self.large, self.dim, self.noise, self.dtype = small, large, dim, noise, dtype
         self.sizes = {  # of the large model's config
             "hidden_size": large.hidden,
@@ -80,11 +76,11 @@ class Inflater:
     def embedding(self, weight: Tensor) -> Tensor:
         """Widen [V, h] to [V, H] with zeros."""
         wide = torch.zeros(weight.shape[0], self.large.hidden, dtype=self.dtype)
-        wide[:, : self.copies * self.small.hidden] = weight.repeat(1, self.copies)
+        wide[:, : self.small.hidden] = weight
         return wide
 
     def norm(self, weight: Tensor) -> Tensor:
-        """Widen [h] to [H], zero after the first copy of the real features."""
+        """Widen [h] to [H] with zeros."""
         wide = torch.zeros(self.large.hidden, dtype=self.dtype)
         wide[: self.small.hidden] = weight * self.norm_scale
         return wide
@@ -92,7 +88,7 @@ class Inflater:
     def extra_norm(self) -> Tensor:
         """Norm weights of an extra layer, [H]: zero on the real features and random elsewhere, so that its output is zero."""
         wide = 1 + self.noise(self.large.hidden)
-        wide[: self.copies * self.small.hidden] = 0
+        wide[: self.small.hidden] = 0
         return wide
 
     def reader(self, weight: Tensor, num_rows: int, rows: Tensor, is_silent: bool = False) -> Tensor:
@@ -106,7 +102,7 @@ class Inflater:
         else:
             wide = self.noise(num_rows, self.large.hidden)
             if is_silent:
-                wide[:, : self.copies * self.small.hidden] = 0
+                wide[:, : self.small.hidden] = 0
             wide[rows, : self.small.hidden] = weight
         return wide
 
@@ -119,9 +115,7 @@ class Inflater:
             return self.embedding(weight[None])[0]
         wide = self.noise(self.large.hidden, num_columns)
         wide[:, nonzero] = 0
-        for copy in range(self.copies):
-            start = copy * self.small.hidden
-            wide[start : start + self.small.hidden, columns] = weight
+        wide[: self.small.hidden, columns] = weight
         return wide
 
     def attention_rows(self, module: str) -> tuple[int, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider.engine.prompts import chat_ids, for_template, takes_tools, template_of
 from outrider.engine.templates import OWN_VARIABLES, requested_variables
@@ -20,6 +20,7 @@ from outrider.errors import check_text, errors_as, without_path
 from outrider.files import READ_ERRORS, open_text
 from outrider.types import OutriderError
 
+Item = TypeVar("Item")
 logger = logging.getLogger(__name__)
 
 SEPARATOR = "\n%%\n"
@@ -77,6 +78,11 @@ def grouped(path: Path | None, names: Sequence[str], most: int) -> dict[str, lis
         if len(group) < most:
             group.append(prompt)
     return found
+
+
+def interleaved(kinds: Sequence[Sequence[Item]]) -> list[Item]:
+    """Return the items in turn from each kind that has more."""
+    return [kind[turn] for turn in range(max(map(len, kinds))) for kind in kinds if turn < len(kind)]
 
 
 def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
@@ -259,6 +265,14 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         tools = prompt.tools if takes_tools(template_of(tokenizer, with_tools=True)) else ()
         return chat_ids(tokenizer, [dict(message) for message in prompt.messages], tools, prompt.variables)
     return list(tokenizer(as_text(prompt))["input_ids"])
+
+
+def encode_all(tokenizer: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return the prompts' token ids (see ``encode``). Raises ``OutriderError`` for a prompt without tokens."""
+    found = [encode(tokenizer, prompt) for prompt in prompts]
+    if [] in found:
+        raise OutriderError(f"prompt {found.index([]) + 1} is empty after tokenization")
+    return found
 
 
 def as_text(prompt: Prompt) -> str:

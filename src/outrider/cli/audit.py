@@ -7,12 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err, progress
+from outrider.cli.console import err
 from outrider.cli.options import (
     ModelOptions,
     SamplingOptions,
@@ -26,7 +25,7 @@ from outrider.cli.options import (
 )
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
-from outrider.progress import Progress
+from outrider.progress import Report, shown
 from outrider.registry import AUTO
 from outrider.sampling_params import SamplingParams
 
@@ -157,7 +156,7 @@ def write_certificates(audited: Audited, settings: AuditSettings, batch: int, ou
     result: dict[str, Any] | None = None
     is_certified = False
     try:
-        with progress() as report:
+        with shown() as report:
             for result in certificates(audited, settings, batch, lambda name: stages(report, name)):
                 is_certified = result["certified"]
     finally:
@@ -169,24 +168,24 @@ def write_certificates(audited: Audited, settings: AuditSettings, batch: int, ou
 def write_grid(audited: Audited, grid: Grid, output: OutputOptions) -> int:
     """Run the grid cell by cell; ``--out`` is rewritten after each cell."""
     from outrider.audit import tables
-    from outrider.audit.run import earlier_of, plan_of, same_text
-    from outrider.files import write_whole
+    from outrider.audit.run import plan_of, same_text
+    from outrider.files import earlier, write_whole
 
-    earlier = None
+    known = None
     if output.resume:
         if output.out is None or not output.out.exists():
             raise OutriderError("--resume requires the file of an interrupted run: give it with --out")
-        earlier = earlier_of(output.out, plan_of(audited, grid))
+        known = earlier(output.out, plan_of(audited, grid), "grid", "outrider audit --same-text")
     result: dict[str, Any] | None = None
     try:
-        with progress() as report:
-            for result in same_text(audited, grid, earlier, stages(report, "same text")):
+        with shown() as report:
+            for result in same_text(audited, grid, known, stages(report, "same text")):
                 if output.out is not None:
                     write_whole(output.out, json.dumps(result, indent=1) + "\n")
     except KeyboardInterrupt:
         if output.out is not None and result is not None:
-            shown = f"{len(result['cells'])} of {len(grid.cells())} comparisons are in {output.out}"
-            err.print(f"{shown}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
+            have = f"{len(result['cells'])} of {len(grid.cells())} comparisons are in {output.out}"
+            err.print(f"{have}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
         raise
     finally:
         if result is not None:
@@ -217,12 +216,10 @@ def read_prompts(options: AuditOptions, is_grid: bool) -> list[Any]:
 
 def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: int) -> list[list[int]]:
     """Return prompts as token ids. Raises ``OutriderError`` for a prompt that is empty or does not fit the context."""
-    from outrider.bench.workloads import encode
+    from outrider.bench.workloads import encode_all
     from outrider.cli.session import check_lengths
 
-    found = [encode(llm.tokenizer, prompt) for prompt in prompts]
-    if not all(found):
-        raise OutriderError(f"prompt {found.index([]) + 1} is empty after tokenization")
+    found = encode_all(llm.tokenizer, prompts)
     more = max(max_tokens, 2 * longest + 4)
     check_lengths(found, llm, more, f"the {more} tokens of --max-tokens and --num-draft-tokens")
     return found
@@ -239,19 +236,15 @@ def settings_of(params: SamplingParams) -> dict[str, Any]:
     return {"temperature": params.temperature} | kept
 
 
-def stages(report: Callable[[Progress], None], name: str) -> Callable[[str, int, float], None]:
+def stages(report: Report, name: str) -> Callable[[str, int, float], None]:
     """Return a function that reports a method's progress: description, steps since the last call, total (0, inf: unknown)."""
-    started: float | None = None
     done = 0
 
     def say(what: str, steps: int, total: float) -> None:
-        nonlocal started, done
+        nonlocal done
         done += steps
         known = max(round(total), done) if total and math.isfinite(total) else 0
-        if known and started is None:
-            started = perf_counter()  # what precedes the first known total, such as planning, has no steps
-        left = (perf_counter() - started) / done * (known - done) if done and known and started is not None else None
-        report(Progress(done, known, left, f"{name}: {what}" if what else name))
+        report(done, known, f"{name}: {what}" if what else name)
 
     return say
 

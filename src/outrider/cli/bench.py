@@ -13,7 +13,7 @@ import typer
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.app import handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err, progress, say, waiting
+from outrider.cli.console import err, say, waiting
 from outrider.cli.options import (
     INFLATABLE,
     MethodOptions,
@@ -30,6 +30,7 @@ from outrider.cli.options import (
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, errors_as
 from outrider.method_text import split_methods
+from outrider.progress import shown
 from outrider.registry import AUTO, DEFAULT_METHOD
 from outrider.sampling_params import SamplingParams
 
@@ -103,7 +104,7 @@ def command(
         return
     from outrider.bench.contenders import Contenders
     from outrider.bench.grid import GridPlan, run_grid
-    from outrider.bench.workloads import encode
+    from outrider.bench.workloads import encode_all
     from outrider.cli.session import check_lengths, inflatable, inflate_with_heads, load_plain, resolve
 
     check_outputs({"--out": outputs.out, "--html": outputs.html}, [grid.prompts], report=outputs.html)
@@ -114,14 +115,14 @@ def command(
     batches = parse_list("--batch", grid.batch, int)
     busy = parse_list("--busy", grid.busy, int)
     check_axes(temperatures, batches, busy, (grid.seed, grid.seed + grid.repeat - 1))
-    prompts = read_workloads(grid, max(batches))
+    prompts = read_workloads(grid, batches)
     chosen = parse_contenders(grid, models)
     methods = [contender.method for contender in chosen]
     models, drafts, extra = inflate_with_heads(models, methods, arguments, grid.inflate)
     arguments |= drafts
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
     llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=arguments["drafts"])
-    encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
+    encoded = {name: encode_all(llm.tokenizer, group) for name, group in prompts.items()}
     for workload, token_ids in encoded.items():
         check_lengths(token_ids, llm, grid.max_tokens, f"--max-tokens {grid.max_tokens}", f" of {workload!r}")
     name = Path(models.target).name if models.target and grid.inflate else models.target or "embedded"  # no cache path
@@ -131,7 +132,7 @@ def command(
     plan = GridPlan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     groups: list[Group] = []
     try:
-        with progress() as report:
+        with shown() as report:
             for group in run_grid(contenders, plan, report):
                 groups.append(group)
     except BaseException:  # Ctrl-C, or a target failure: keep the measurements so far
@@ -194,14 +195,14 @@ def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender
     return tuple(contender for contender in found if not contender.is_plain)
 
 
-def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Prompt]]:
+def read_workloads(grid: GridOptions, batches: Sequence[int]) -> dict[str, list[Prompt]]:
     """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early.
 
-    Raises ``OutriderError`` for a workload without a whole batch of the largest size, ``batch``.
+    Only whole batches run. Raises ``OutriderError`` for a workload without one of the largest size.
     """
     from outrider.bench import workloads
 
-    names = workload_names(grid.prompts, grid.workloads)
+    names, batch = workload_names(grid.prompts, grid.workloads), max(batches)
     found = workloads.grouped(grid.prompts, names, grid.num_prompts or max(NUM_PROMPTS, batch))
     for name, group in found.items():
         if len(group) < batch:
@@ -209,6 +210,9 @@ def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Prompt]]:
                 f"--batch {batch} needs at least {batch} prompts per workload, got {len(group)} of {name!r}: raise"
                 " --num-prompts or lower --batch"
             )
+        for size in batches:
+            if left := len(group) % size:
+                say(f"batch {size}: the last {left} of {len(group)} prompts of {name!r} are left out: they do not fill a batch")
     return found
 
 

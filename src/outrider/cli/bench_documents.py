@@ -14,7 +14,7 @@ from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.console import say_error
 from outrider.errors import OutriderError, errors_as, without_path
 
-FULL_WIDTH = 1000  # columns in which each table fits
+LEAST_WIDTH = 60  # columns in which every number of a table fits; a narrower terminal breaks its lines
 
 
 def compare(
@@ -34,10 +34,10 @@ def compare(
         print(json.dumps(result))
     else:
         out = Console(soft_wrap=False, highlight=False)
-        fits = out.measure(table, options=out.options.update_width(FULL_WIDTH)).minimum <= out.width
-        if found.changes and fits:
+        out.width = max(out.width, LEAST_WIDTH)
+        if found.changes:
             out.print(table)
-        for line in [*([] if fits else compare.listing(found)), *compare.notes(found), found.verdict]:
+        for line in [*compare.notes(found), found.verdict]:
             out.print(line, markup=False, soft_wrap=True)
     return EXIT_CHECK_FAILED if found.has_loss or not found.is_tested else 0
 
@@ -108,7 +108,7 @@ def check_writable(option: str, path: Path | None) -> None:
         with path.open("a"):
             pass
         if not existed:
-            path.unlink()
+            path.resolve().unlink()  # not the link to it
 
 
 COMMANDS = {"compare": compare, "report": report}

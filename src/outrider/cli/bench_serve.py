@@ -16,7 +16,7 @@ import typer
 
 from outrider.cli.app import EXIT_INTERNAL, handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err, progress, say_error, waiting
+from outrider.cli.console import err, say_error, waiting
 from outrider.cli.options import (
     INFLATABLE,
     MethodOptions,
@@ -33,6 +33,7 @@ from outrider.engine.plan import Plan
 from outrider.errors import OutriderError, errors_as, requires
 from outrider.method_text import split_method, with_drafts
 from outrider.options import number, option
+from outrider.progress import shown
 from outrider.registry import AUTO, PROPOSERS
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
@@ -122,8 +123,7 @@ def read_traffic(load: LoadOptions) -> Traffic:
         read_option(SamplingParams, name, getattr(load, name))
     names = workload_names(load.prompts, load.workloads)
     kinds = list(workloads.grouped(load.prompts, names, load.num_prompts).values())
-    longest = max(map(len, kinds))
-    mixed = [workloads.as_text(kind[index]) for index in range(longest) for kind in kinds if index < len(kind)]
+    mixed = list(map(workloads.as_text, workloads.interleaved(kinds)))
     story = "\n".join(workloads.as_text(prompt) for prompt in workloads.builtin("story"))
     prefix = (story * (load.shared_prefix // len(story) + 1))[: load.shared_prefix]
     return Traffic(
@@ -259,7 +259,7 @@ def measure(sweep: Sweep) -> None:
     import httpx
 
     try:
-        with progress() as report:
+        with shown() as report:
             asyncio.run(sweep.run(report))
     except httpx.HTTPError as error:
         raise OutriderError(f"the server does not answer: {type(error).__name__} {error}") from error

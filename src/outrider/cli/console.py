@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from time import monotonic
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from rich.color import ColorSystem
-from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
 from outrider.cli.options import in_flags
-from outrider.errors import printable
-from outrider.progress import PERIOD, Progress, reported_every
+from outrider.progress import PERIOD, console, reported_every
 
 if TYPE_CHECKING:
     from outrider.engine.detokenizer import Detokenizer
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.engine.stats import GenerationStats
 
 STYLES = {"accepted": "green", "corrected": "bold yellow", "bonus": "cyan", "grammar": "magenta", "plain": ""}
-err = Console(stderr=True, highlight=False)
+err = console()
 
 
 def say_error(what: str) -> None:
@@ -85,29 +82,6 @@ class _Notices(logging.Handler):
         else:
             say(message)
             spinner.update(_screen.waits_for)
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[Progress], None]]:
-    """Show a progress bar on a terminal, elsewhere a line when the work changes. Yields the callback that updates it."""
-    from rich import progress as rich_progress
-
-    text = rich_progress.TextColumn("{task.fields[count]}  {task.fields[left]}  {task.description}", markup=False)
-    bar_column = rich_progress.BarColumn(bar_width=24)
-    with rich_progress.Progress(bar_column, text, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task, last = bar.add_task("", total=None, count="", left=""), ""
-
-        def report(state: Progress) -> None:
-            nonlocal last
-            left = "" if state.seconds_left is None else f"{timedelta(seconds=round(state.seconds_left))} left"
-            count = f"{state.done}/{state.total}" if state.total else str(state.done)
-            what = printable(state.what)
-            bar.update(task, completed=state.done, total=state.total or None, count=count, left=left, description=what)
-            if not err.is_terminal and what != last:
-                err.print(f"{count} {left} {what}", markup=False, soft_wrap=True)
-            last = what
-
-        yield report
 
 
 def show_notices() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import progress, say
+from outrider.cli.console import say
 from outrider.cli.options import (
     ModelOptions,
     SamplingOptions,
@@ -25,6 +25,7 @@ from outrider.errors import OutriderError
 from outrider.hub import id_of_cached
 from outrider.method_text import split_method, split_methods, with_drafts
 from outrider.options import SAMPLING
+from outrider.progress import shown
 from outrider.registry import PROPOSERS
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def command(
         journal = Journal(output.journal, fingerprint(models, options, space, texts, llm.runner), output.resume)
         proposers, reasons = fitting(llm, models, methods, required=split_methods(options.method))
         try:
-            with progress() as report:
+            with shown() as report:
                 search = Search(llm, proposers, texts, space, journal, report, reasons)
                 chosen = search.run()
         except KeyboardInterrupt:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf, log, log1p, sqrt
+from math import ceil, exp, inf, log, log1p, sqrt
 
 import numpy as np
 from scipy import special
 
+from outrider.bench.statistics import Interval
 from outrider.registry import PLAIN
 from outrider.search.measurements import Array, Group, Measurements
 
@@ -64,21 +65,32 @@ class Ranking:
         """Return whether a contender is significantly slower than a speedup of ``than``."""
         return log(self.speedups[label] / than) < -self.margin
 
+    def is_gain(self, label: str) -> bool:
+        """Return whether a contender is significantly faster than plain decoding, even as the fastest of many by chance."""
+        return log(self.speedups[label]) > max(self.margin, self.least_gain)
+
+    def interval(self, label: str) -> Interval | None:
+        """Return the 95% interval of a speedup; None if a single group of prompts leaves the noise unknown."""
+        if self.least_gain == inf:
+            return None
+        return self.speedups[label] * exp(-self.margin), self.speedups[label] * exp(self.margin)
+
 
 def ranking(measured: Measurements, labels: Sequence[str], groups: Sequence[Group], num_tried: int = 1) -> Ranking:
     """Return the speeds of contenders over ``groups``, which all of them must have run on. Batch sizes have equal weights.
 
     ``num_tried``: contenders of the whole search. The fastest of many is fast by chance, too (Bonferroni's correction).
-    Quantiles are Student's, because few groups estimate the noise.
+    Quantiles are Student's, because few groups estimate the noise. Nothing is a gain where a batch size has a single group.
     """
     if not labels:
         return Ranking({}, 0.0)
     everyone = [PLAIN, *labels]
     logs = np.zeros(len(everyone))
-    variance = spread = 0.0
+    variance, spread, is_known = 0.0, 0.0, True
     batches = sorted({group.batch for group in groups})
     for batch in batches:
         of_batch = [group for group in groups if group.batch == batch]
+        is_known &= len(of_batch) > 1
         seconds = measured.seconds(everyone, of_batch)
         logs += np.log(seconds[0].sum() / seconds.sum(1)) / len(batches)
         part = (noise(seconds) / len(batches)) ** 2 / len(of_batch)
@@ -89,7 +101,7 @@ def ranking(measured: Measurements, labels: Sequence[str], groups: Sequence[Grou
     error = sqrt(2 * variance)  # of the difference between two contenders
     freedom = variance**2 / spread if spread else inf  # Welch and Satterthwaite's
     margin, least_gain = (error * special.stdtrit(freedom, level) for level in (CONFIDENCE, 1 - FALSE_GAINS / num_tried))
-    return Ranking(ranked, float(margin), float(least_gain))
+    return Ranking(ranked, float(margin), float(least_gain) if is_known else inf)
 
 
 def noise(seconds: Array) -> float:
@@ -128,5 +140,5 @@ def is_final(found: Ranking, rung: Rung) -> bool:
     if rung.share < FINAL_SHARE:
         return False
     best = found.speedups[left[0]]
-    is_single = all(found.is_slower(label, best) for label in left[1:]) and log(best) > max(found.margin, found.least_gain)
+    is_single = all(found.is_slower(label, best) for label in left[1:]) and found.is_gain(left[0])
     return is_single or found.margin <= log1p(RESOLUTION)

@@ -1,26 +1,17 @@
-"""Times of contenders on the same prompts, and the ratios of their speeds."""
+"""Times of contenders on the same prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean, median
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.bench.statistics import Interval, Timings, speedup_interval
 from outrider.registry import PLAIN
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Ratio of two contenders' speeds, the geometric mean over all batch sizes."""
-
-    value: float
-    interval: Interval | None  # 95%, bootstrap over batches of prompts; None with a single one
 
 
 @dataclass(frozen=True)
@@ -58,26 +49,7 @@ class Measurements:
         """Return the groups of prompts that a contender ran on."""
         return list(self._relative.get(label, {}))
 
-    def ratio(self, label: str, base: str = PLAIN) -> Ratio:
-        """Return speed of ``label`` / speed of ``base`` on the groups that both ran on."""
-        groups = [group for group in self.groups(label) if self.num_turns(base, group)]
-        values: list[float] = []
-        intervals: list[Interval | None] = []
-        for batch in sorted({group.batch for group in groups}):
-            own, baseline = self.seconds([label, base], [group for group in groups if group.batch == batch])
-            values.append(float(baseline.sum() / own.sum()))
-            intervals.append(speedup_interval(_timings(own), _timings(baseline)))
-        known = [interval for interval in intervals if interval is not None and min(interval) > 0]
-        if len(known) < len(intervals):
-            return Ratio(geometric_mean(values), None)
-        low, high = (geometric_mean(bounds) for bounds in zip(*known, strict=True))
-        return Ratio(geometric_mean(values), (low, high))
-
     def seconds(self, labels: Sequence[str], groups: Sequence[Group]) -> Array:
         """Return the median seconds over all turns: [contenders, groups]."""
         rows = [[median(self._plain[group]) * median(self._relative[label][group]) for group in groups] for label in labels]
         return np.array(rows, dtype=np.float64)
-
-
-def _timings(seconds: Array) -> Timings:
-    return Timings(np.ones((1, len(seconds))), seconds[None])

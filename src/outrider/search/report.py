@@ -28,12 +28,13 @@ def result(search: Search, chosen: Decision, target: str) -> dict[str, Any]:
     journal, space, gap = search.journal, search.space, search.oracle_gap()
     rows = [_candidate(search, chosen, each) for each in search.candidates.values() if each.method not in search.reasons]
     rows.sort(key=lambda row: (not row["chosen"], -row["prompts"], -row["speedup"]))
+    plan = next((row for row in rows if row["chosen"]), {"speedup": None, "interval": None})  # none for plain decoding
     return {
         "target": target,
         **provenance(search.llm.runner),
         "chosen": {"method": chosen.chosen.method, "k": chosen.chosen.k, "label": chosen.chosen.label},
-        "speedup": None if chosen.speedup is None else round(chosen.speedup.value, 4),
-        "speedup_interval": None if chosen.speedup is None or chosen.speedup.interval is None else chosen.speedup.interval,
+        "speedup": plan["speedup"],
+        "speedup_interval": plan["interval"],
         "reason": chosen.reason,
         "plain": chosen.others.get(PLAIN),
         "oracle_gap": None if gap is None else round(gap, 4),
@@ -53,13 +54,14 @@ def result(search: Search, chosen: Decision, target: str) -> dict[str, Any]:
 
 def _candidate(search: Search, chosen: Decision, contender: Contender) -> dict[str, Any]:
     label = contender.label
-    found = search.measured.ratio(label)
+    last = search.ranking_of(label)
+    interval = last.interval(label)
     return {
         "method": contender.method,
         "k": contender.k,
         "chosen": contender == chosen.chosen,
-        "speedup": round(found.value, 4),
-        "interval": None if found.interval is None else [round(end, 4) for end in found.interval],
+        "speedup": round(last.speedups[label], 4),
+        "interval": None if interval is None else [round(end, 4) for end in interval],
         "tau": round(fmean(search.taus[label]), 4),
         "prompts": search.num_prompts(label),
         "why": chosen.reason if contender == chosen.chosen else chosen.others.get(label, ""),
@@ -170,21 +172,19 @@ def _rungs(found: Mapping[str, Any]) -> list[list[str]]:
 
 def _picture(found: Mapping[str, Any]) -> Plot:
     """Plot the speedup over K, one line per method."""
-    from outrider.bench.plots import COLOURS, INK, Plot, svg_of
+    from outrider.bench.plots import Series, plot
 
-    title = "Speedup over plain decoding by draft length"
-    methods = list(dict.fromkeys(row["method"] for row in found["candidates"]))
-
-    def draw(axes: Any) -> None:
-        for index, method in enumerate(methods):
-            of_method = [row for row in found["candidates"] if row["method"] == method and isinstance(row["k"], int)]
-            of_method.sort(key=lambda row: row["k"])
-            lengths, speedups = [row["k"] for row in of_method], [row["speedup"] for row in of_method]
-            axes.plot(lengths, speedups, "o-", color=COLOURS[index % len(COLOURS)], label=method)
-        axes.axhline(1, color=INK, linewidth=0.8)
-        axes.set(xlabel="K, drafts requested per round", ylabel="speedup over plain decoding")
-        axes.set_ylim(bottom=0)
-
-    lines = tuple(tuple(row[:6]) for row in rows(found))
-    note = "The number of measured prompts differs between points: see the table, which also lists the adaptive length (auto)."
-    return Plot(title, svg_of(title, draw), note, COLUMNS[:6], lines)
+    by_method: dict[str, dict[int | str, Any]] = {}
+    for row in found["candidates"]:
+        by_method.setdefault(row["method"], {})[row["k"]] = row
+    series = [
+        Series(
+            method,
+            {k: row["speedup"] for k, row in of_method.items()},
+            {k: row["interval"] for k, row in of_method.items() if row["interval"]},
+        )
+        for method, of_method in by_method.items()
+    ]
+    note = "The number of measured prompts differs between points: see the table of candidates."
+    labels = ("K, drafts requested per round", "speedup over plain decoding")
+    return plot("Speedup over plain decoding by draft length", note, labels, series, baseline=1)

@@ -6,18 +6,19 @@ Each run is written to the journal before the next one starts, so an interrupted
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.contenders import Contender, Contenders
-from outrider.bench.grid import PLAIN_CONTENDER, warm_up
+from outrider.bench.contenders import PLAIN_CONTENDER, Contender, Contenders
+from outrider.bench.grid import warm_up
 from outrider.bench.measure import generate
 from outrider.engine.config import in_one_line
 from outrider.method_text import combined, split_method
-from outrider.progress import Progress
+from outrider.progress import Report
 from outrider.proposers.base import Proposer
 from outrider.registry import AUTO, PLAIN, PROPOSERS
 from outrider.search import choice, halving, oracle
@@ -73,7 +74,7 @@ class Search:
     texts: list[RecordedPrompt]  # without outputs until they are recorded
     space: SearchSpace
     journal: Journal
-    report: Callable[[Progress], None] = lambda progress: None
+    report: Report = lambda *_: None
     reasons: dict[str, str] = field(default_factory=dict)  # method -> why it is not a candidate
 
     def __post_init__(self) -> None:
@@ -87,7 +88,6 @@ class Search:
         self._orders = random.Random(0)  # of contenders in a turn
         self._batch = self.space.batches[0]  # of the last run
         self._done, self._total = 0, 0  # number of runs
-        self._timed, self._spent = 0, 0.0  # runs of this process (not from the journal), and their seconds
         self._started = perf_counter()
 
     def run(self) -> Decision:
@@ -113,7 +113,7 @@ class Search:
             kept = halving.survivors(found, rung)
             others |= {label: why_dropped(found, label) for label in found.speedups if label not in kept}
             running = [self.candidates[label] for label in kept]
-        chosen = choice.choose(running, self.measured.ratio, self.proposers, found)
+        chosen = choice.choose(running, found, self.proposers)
         return replace(chosen, others=others | chosen.others)
 
     def record(self) -> list[RecordedPrompt]:
@@ -123,8 +123,7 @@ class Search:
         with self.contenders.active(PLAIN_CONTENDER):
             for start in range(0, len(self.texts), together):
                 group = self.texts[start : start + together]
-                self.report(Progress(start, len(self.texts), None, "recording the target's outputs"))
-                outputs = self.journal.once("recorded", str(start), lambda group=group: self._answers(group))  # type: ignore[misc]
+                outputs = self.journal.once("recorded", str(start), partial(self._record, start, group))
                 if len(outputs) != len(group):
                     raise OutriderError(f"{self.journal.path} does not hold the outputs of this traffic: omit --resume")
                 texts += [replace(text, output=output) for text, output in zip(group, outputs, strict=True)]
@@ -142,6 +141,10 @@ class Search:
         labels = list(ran[0]) if ran else []
         texts = [[traces[label] for label in labels] for traces in ran if traces.keys() == set(labels)]
         return oracle.gap(texts) if len(labels) > 1 else None
+
+    def ranking_of(self, label: str) -> Ranking:
+        """Return the last ranking that includes a candidate."""
+        return next(each.ranking for each in reversed(self.rung_results) if label in each.ranking.speedups)
 
     def num_prompts(self, label: str) -> int:
         """Return the number of prompts that a contender ran on, the maximum over batch sizes."""
@@ -166,7 +169,7 @@ class Search:
             if group.batch != self._batch:  # memories would contain the outputs of the same prompts at the other batch size
                 self.contenders.forget()
                 self._batch = group.batch
-            running = self._warmed(running, group.batch)
+            running = self._warmed(stage, running, group)
             running = self._take_turns(stage, running, group)
             if not running:
                 break
@@ -180,10 +183,8 @@ class Search:
         for contender in order:
             if self._failed(contender):
                 continue
-            self._tick(stage, contender, group)
             try:
-                name = f"batch {group.batch}, prompts {group.index}: {contender.label}"
-                found = self.journal.once(stage, name, lambda contender=contender: self._run(contender, group))  # type: ignore[misc]
+                found = self.journal.once(stage, _name(group, contender), partial(self._run, stage, contender, group))
             except JournalError:  # no fault of the method
                 raise
             except Exception as failure:
@@ -199,16 +200,14 @@ class Search:
         self.measured.add_turn(group, {label: seconds[label] for label in (PLAIN, *_labels(left))})
         return left
 
-    def _run(self, contender: Contender, group: Group) -> dict[str, Any]:
+    def _run(self, stage: str, contender: Contender, group: Group) -> dict[str, Any]:
         """Generate and time the outputs of one group of prompts."""
-        started = perf_counter()
+        self._tick(stage, contender, group)
         texts = self._texts(group)
         prompts, params = [text.prompt for text in texts], [text.replay_params for text in texts]
         run = generate(self.contenders, contender, prompts, params, group.batch)
         if run.faults:
             raise OutriderError("drafting failed during a run (details with --debug)")
-        self._spent += perf_counter() - started
-        self._timed += 1
         found: dict[str, Any] = {"seconds": run.seconds, "tau": run.stats.mean_acceptance_length}
         if len(texts) == 1 and texts[0].params.is_greedy:
             found["decode_seconds"] = run.seconds - run.first_seconds
@@ -216,20 +215,21 @@ class Search:
             found["accepted"] = [round_.num_accepted[0] for round_ in run.batches[0].rounds]
         return found
 
-    def _warmed(self, contenders: Sequence[Contender], batch: int) -> list[Contender]:
-        """Warm up contenders that are new at this batch size. Returns those that did not fail."""
+    def _warmed(self, stage: str, contenders: Sequence[Contender], group: Group) -> list[Contender]:
+        """Warm up contenders that are new at this batch size and not in the journal. Returns those that did not fail."""
         prompts = [text.prompt for text in self.texts]
         for contender in (PLAIN_CONTENDER, *contenders):
-            if (contender, batch) in self._warm or self._failed(contender):
+            is_warm = (contender, group.batch) in self._warm or self.journal.has(stage, _name(group, contender))
+            if is_warm or self._failed(contender):
                 continue
-            self._tick("warming up", contender, Group(batch, 0))
+            self._tick("warming up", contender, group)
             try:
-                warm_up(self.contenders, contender, prompts, batch)
+                warm_up(self.contenders, contender, prompts, group.batch)
             except Exception as failure:
                 self._drop_method(contender, failure)
                 continue
             self.contenders.forget(contender)
-            self._warm.add((contender, batch))
+            self._warm.add((contender, group.batch))
         return [contender for contender in contenders if not self._failed(contender)]
 
     def _drop_method(self, contender: Contender, failure: Exception) -> None:
@@ -241,7 +241,8 @@ class Search:
     def _failed(self, contender: Contender) -> bool:
         return contender.method in self.reasons
 
-    def _answers(self, group: Sequence[RecordedPrompt]) -> list[list[int]]:
+    def _record(self, start: int, group: Sequence[RecordedPrompt]) -> list[list[int]]:
+        self.report(start, len(self.texts), "recording the target's outputs")
         generations = self.llm.generate([text.prompt for text in group], [text.params for text in group])
         completions = [generation.outputs[0] for generation in generations]
         failed = [completion.error for completion in completions if completion.finish_reason == "error"]
@@ -291,9 +292,7 @@ class Search:
             before = groups
 
     def _tick(self, stage: str, contender: Contender, group: Group) -> None:
-        total = max(self._total, self._done)
-        left = self._spent / self._timed * (total - self._done) if self._timed else None
-        self.report(Progress(self._done, total, left, f"{stage}: {contender.label}, batch {group.batch}"))
+        self.report(self._done, max(self._total, self._done), f"{stage}: {contender.label}, batch {group.batch}")
 
 
 def why_dropped(found: Ranking, label: str) -> str:
@@ -301,6 +300,11 @@ def why_dropped(found: Ranking, label: str) -> str:
     best, fastest = next(iter(found.speedups.items()))
     reason = f"dropped at {found.speedups[label]:.2f} times plain decoding's speed"
     return reason if label == best else f"{reason}; {best} reached {fastest:.2f}"
+
+
+def _name(group: Group, contender: Contender) -> str:
+    """Return the name of a run in the journal."""
+    return f"batch {group.batch}, prompts {group.index}: {contender.label}"
 
 
 def _labels(contenders: Sequence[Contender]) -> list[str]:

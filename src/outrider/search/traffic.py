@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outrider.bench.workloads import Prompt, Refused, builtin, encode, entries
+from outrider.bench.workloads import Prompt, Refused, builtin, encode_all, entries, interleaved
 from outrider.options import INT32, SAMPLING, declared
 from outrider.types import OutriderError, SamplingParams
 
@@ -59,8 +59,7 @@ def read_file(path: Path, most: int, defaults: SamplingParams) -> list[TrafficRe
 
 def read_builtin(workloads: Sequence[str], most: int, defaults: SamplingParams) -> list[TrafficRequest]:
     """Return ``most`` built-in prompts, in turn from each workload. Raises ``OutriderError`` for an unknown workload."""
-    kinds = [builtin(workload) for workload in workloads]
-    turns = [kind[turn] for turn in range(max(map(len, kinds))) for kind in kinds if turn < len(kind)]
+    turns = interleaved([builtin(workload) for workload in workloads])
     return [TrafficRequest(prompt, replace(defaults, seed=_seed(defaults, i))) for i, prompt in enumerate(turns[:most])]
 
 
@@ -72,16 +71,13 @@ def encoded(
     Raises ``OutriderError`` without a tokenizer, and for a prompt without tokens.
     """
     texts = []
-    for number, each in enumerate(requests, start=1):
+    for each, token_ids in zip(requests, encode_all(tokenizer, [each.prompt for each in requests]), strict=True):
         room = max_len - each.params.max_tokens - 1
         if room < 1:
             raise OutriderError(
                 f"max_tokens={each.params.max_tokens} leaves no room for a prompt in a context of {max_len} tokens: lower it"
             )
-        token_ids = encode(tokenizer, each.prompt)[-room:]
-        if not token_ids:
-            raise OutriderError(f"prompt {number} of the traffic is empty after tokenization")
-        texts.append(RecordedPrompt(token_ids, each.params, []))
+        texts.append(RecordedPrompt(token_ids[-room:], each.params, []))
     return texts
 
 

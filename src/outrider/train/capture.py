@@ -122,7 +122,7 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
         part = rows[start : start + shard_rows(rows.shape[1])]
 
         def captured(count: int, start: int = start) -> None:
-            report((start + count) / len(rows), {"rows": start + count})
+            report(start + count, len(rows), "")
 
         save_tensors(file, _captured(runner, part, tuple(known["layers"]), captured))
     return FeatureCache(folder, *rows.shape)

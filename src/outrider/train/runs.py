@@ -23,7 +23,7 @@ from outrider.heads.block import BlockHead
 from outrider.heads.eagle import EagleHead, default_hidden_states
 from outrider.heads.feature_head import RolloutHead
 from outrider.memory import require_disk
-from outrider.progress import reporting
+from outrider.progress import shown
 from outrider.runner import ModelRunner, RunnerConfig, loading
 from outrider.runner.linear import structural_copy
 from outrider.train import plots, shapes
@@ -107,7 +107,7 @@ class Workspace:
     def features(self, layers: Sequence[int]) -> FeatureCache:
         """Return the cache of these hidden states; create or complete it if necessary."""
         rows, folder = self.training_rows(), self.work / "features"
-        with advise_to_resume(), exclusive(folder), reporting("features") as report:
+        with advise_to_resume(), exclusive(folder), shown("features") as report:
             return capture(self.runner, rows, sorted(set(layers)), folder, report)
 
     def claim(self, name: str, model: nn.Module, layers: Sequence[int], about: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class Workspace:
             rows, source = self.text_rows(), self.source
             if source.regenerate:
                 folder = self.work / "text"
-                with advise_to_resume(), exclusive(folder), reporting("text") as report:
+                with advise_to_resume(), exclusive(folder), shown("text") as report:
                     rows = regenerate(self.runner, rows, source.prompt_len, source.temperature, SEED, folder, report)
             self.rows = rows
         return self.rows

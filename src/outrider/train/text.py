@@ -287,7 +287,7 @@ def regenerate(
             written.append(load_file(file)["ids"])
         if not is_there:  # files of an earlier run do not predict the remaining time
             done = sum(map(len, written))
-            report(done / len(rows), {"rows": done})
+            report(done, len(rows), "")
     return torch.cat(written)
 
 

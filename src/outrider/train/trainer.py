@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from outrider.files import replaced, write_whole
 from outrider.heads.checkpoint import named_errors
 from outrider.memory import require_disk
-from outrider.progress import reporting
+from outrider.progress import described, shown
 from outrider.train import optim
 from outrider.train.claims import advise_to_resume, damaged_file_errors, exclusive
 from outrider.train.plan import TrainingPlan, step_seed
@@ -239,15 +239,19 @@ class Trainer:
         seconds_of_save = 0.0
         self.model.train()
         previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        measured: dict[str, Any] = {}
         try:
-            with reporting(self.name) as report:
+            with shown(self.name) as report:
                 while self.progress < 1.0 and not self.interrupted:
                     point = self.train_step()
                     if self.clock.elapsed - evaluated > self.plan.eval_every_s:
-                        point |= self._evaluate(final=False)
+                        measured = self._evaluate(final=False)
+                        point |= measured
                         evaluated = self.clock.elapsed
                     self.curve.append(point)
-                    report(self.progress, point)
+                    report(
+                        self.progress, 1.0, described({key: point[key] for key in ("step", "loss") if key in point} | measured)
+                    )
                     if self.clock.elapsed - saved > max(self.plan.save_every_s, MIN_TRAIN_TO_SAVE_RATIO * seconds_of_save):
                         started = time.monotonic()
                         self.save()

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from outrider.bench.load.cells import Objective, cells, worst
 from outrider.bench.load.sweep import Sweep
-from outrider.bench.provenance import origin
+from outrider.bench.provenance import origin, without_password
 from outrider.bench.tables import fill, number, table_of
 
 
@@ -20,7 +20,7 @@ def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> di
         "kind": "serve",
         **origin(),
         **extra,
-        "modes": [{"mode": mode.name, "url": mode.url, "more": dict(mode.more)} for mode in sweep.modes],
+        "modes": [{"mode": mode.name, "url": without_password(mode.url), "more": dict(mode.more)} for mode in sweep.modes],
         "servers": sweep.servers,
         "max_tokens": traffic.max_tokens,
         "temperature": traffic.temperature,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -17,7 +17,7 @@ from outrider.bench.load import counters
 from outrider.bench.load.arrivals import Load
 from outrider.bench.load.client import Client, Sample
 from outrider.bench.load.counters import Counters
-from outrider.progress import Progress
+from outrider.progress import Report
 from outrider.types import OutriderError
 
 WARMUP_TOKENS = 8
@@ -116,21 +116,17 @@ class Sweep:
         self._headers, self._transport = dict(headers or {}), transport
         self._nonce = token_hex(4)  # makes prompts unique: the server may still cache those of an earlier sweep
 
-    @property
-    def num_runs(self) -> int:
-        return len(self.loads) * self.traffic.repeat * len(self.modes)
-
-    async def run(self, report: Callable[[Progress], None] = lambda progress: None) -> None:
+    async def run(self, report: Report = lambda *_: None) -> None:
         """Run the sweep; the order of modes rotates. Raises ``httpx.HTTPError`` if a server does not answer.
 
         Raises ``OutriderError`` if the answers do not fit into a server's context.
         """
-        clock = asyncio.get_running_loop().time
         async with AsyncExitStack() as stack:
             clients = {mode.name: await self._client(stack, mode) for mode in self.modes}
-            done, spent, earlier = 0, 0.0, 0
+            done = earlier = 0
+            total = sum(map(self.traffic.count, self.loads)) * self.traffic.repeat * len(self.modes)
             for load in self.loads:
-                report(self._progress(done, spent, f"{load.label}: warming up"))
+                report(done, total, f"{load.label}: warming up")
                 for mode in self.modes:
                     await self._warm_up(load, clients[mode.name], mode.name, earlier)
                 group = Group(load)
@@ -138,23 +134,14 @@ class Sweep:
                     runs: dict[str, LoadRun] = {}
                     start = repeat % len(self.modes)
                     for mode in (*self.modes[start:], *self.modes[:start]):
-                        report(self._progress(done, spent, f"{load.label}, {mode.name}"))
-                        before = clock()
+                        report(done, total, f"{load.label}, {mode.name}")
                         await asyncio.sleep(self.traffic.rest)
                         runs[mode.name] = await self._measure(load, clients[mode.name], mode, repeat, earlier)
-                        spent += clock() - before
-                        done += 1
+                        done += self.traffic.count(load)  # runs with many clients take longer
                     if not group.repeats:
                         self.groups.append(group)
                     group.repeats.append(runs)
                     earlier += self.traffic.count(load)
-
-    def _progress(self, done: int, spent: float, what: str) -> Progress:
-        """Return the progress. The remaining time is estimated by requests, because runs with many clients take longer."""
-        traffic = self.traffic
-        each = [traffic.count(load) for load in self.loads for _ in range(traffic.repeat * len(self.modes))]
-        left = spent / sum(each[:done]) * sum(each[done:]) if done else None
-        return Progress(done, self.num_runs, left, what)
 
     async def _client(self, stack: AsyncExitStack, mode: Mode) -> Client:
         """Return a client for a mode, which asks for usage in every chunk if the server supports it."""
