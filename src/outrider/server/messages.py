@@ -47,20 +47,14 @@ BILLING = "x-anthropic-billing-header:"  # begins a line in Claude Code's system
 
 
 class Block(Body):
-    """Base class of the blocks of a message."""
-
     ignored = frozenset({"cache_control"})
 
 
 class TextBlock(TextPart):
-    """A text."""
-
     ignored = TextPart.ignored | {"citations"}
 
 
 class ThinkingBlock(Block):
-    """Reasoning of the model."""
-
     ignored = Block.ignored | {"signature"}
     type: Literal["thinking"]
     thinking: Text
@@ -74,8 +68,6 @@ class RedactedBlock(Block):
 
 
 class CallBlock(Block):
-    """A call of a tool."""
-
     ignored = Block.ignored | {"caller"}
     type: Literal["tool_use"]
     id: Text
@@ -94,8 +86,6 @@ Texts = Text | Annotated[list[TextBlock], Field(fail_fast=True), at_most(MAX_MES
 
 
 class ResultBlock(Block):
-    """The result of a call."""
-
     type: Literal["tool_result"]
     tool_use_id: Text
     content: Texts | None = None
@@ -126,8 +116,6 @@ Blocks = Annotated[list[AnyBlock], Field(fail_fast=True), at_most(MAX_MESSAGES, 
 
 
 class Turn(Body):
-    """One turn of a conversation."""
-
     role: Literal["user", "assistant", "system"]
     content: Text | Blocks
 
@@ -157,8 +145,6 @@ class Turn(Body):
 
 
 class CustomTool(Body):
-    """A function that the model may call."""
-
     # forced calls always match the schema, with strict or without
     ignored = frozenset({"strict", "cache_control", "eager_input_streaming", "input_examples"})
     type: Literal["custom"] = "custom"
@@ -183,8 +169,6 @@ AnyTool = Annotated[
 
 
 class Choice(Body):
-    """Which tools the model may or must call."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
     disable_parallel_tool_use: bool = False
@@ -202,23 +186,17 @@ class Choice(Body):
 
 
 class Thinking(Body):
-    """Whether the model reasons first, and whether its reasoning is returned."""
-
     ignored = frozenset({"budget_tokens"})
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     display: Literal["summarized", "omitted"] = "summarized"  # there are no summaries: reasoning is returned as it is
 
 
 class SchemaFormat(Body):
-    """JSON with a schema."""
-
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class Output(Body):
-    """How much the model reasons, and the form of its text."""
-
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: SchemaFormat | None = None
 
@@ -300,8 +278,6 @@ class CountBody(SamplingFields):
 
 
 class MessagesBody(CountBody):
-    """Body of ``POST /v1/messages``."""
-
     max_tokens: int = Field(ge=1, le=INT32)
 
     @model_validator(mode="after")

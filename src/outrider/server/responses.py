@@ -52,8 +52,6 @@ NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_
 
 
 class Piece(Body):
-    """A piece of text in an item."""
-
     # clients send answers back as they came
     ignored = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
     type: PieceType
@@ -71,14 +69,10 @@ def _joined(content: str | list[Piece] | None) -> str:
 
 
 class Item(Body):
-    """Base class of the items of a conversation."""
-
     ignored = frozenset({"id", "status"})
 
 
 class MessageItem(Item):
-    """A message."""
-
     ignored = Item.ignored | {"phase"}
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -86,8 +80,6 @@ class MessageItem(Item):
 
 
 class ReasoningItem(Item):
-    """Reasoning of the model."""
-
     ignored = Item.ignored | {"encrypted_content"}
     type: Literal["reasoning"]
     content: Pieces | None = None
@@ -95,8 +87,6 @@ class ReasoningItem(Item):
 
 
 class CallItem(CalledFunction, Item):
-    """A call of a function."""
-
     ignored = CalledFunction.ignored | Item.ignored | {"caller"}
     type: Literal["function_call"]
     call_id: Text
@@ -104,8 +94,6 @@ class CallItem(CalledFunction, Item):
 
 
 class ResultItem(Item):
-    """The result of a call."""
-
     ignored = Item.ignored | {"caller", "name", "namespace"}  # the call itself has them, too
     type: Literal["function_call_output"]
     call_id: Text
@@ -131,8 +119,6 @@ AnyItem = Annotated[
 
 
 class FunctionTool(Function):
-    """A function that the model may call."""
-
     ignored = frozenset({"output_schema"})
     type: Literal["function"]
     # accepted with the only value that changes nothing
@@ -157,23 +143,17 @@ class Namespace(Body):
 
 
 class NamedFunction(Body):
-    """The one function to call."""
-
     type: Literal["function"]
     name: Text
     namespace: Text | None = None
 
 
 class SchemaFormat(JsonSchema):
-    """JSON with a schema."""
-
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class TextOptions(Body):
-    """The form of the text."""
-
     format: Annotated[SimpleFormat | SchemaFormat, Field(discriminator="type")] = SimpleFormat(type="text")
     verbosity: Verbosity | None = None
 
@@ -207,8 +187,6 @@ AnyTools = Annotated[list[AnyTool], Field(fail_fast=True), at_most(MAX_TOOLS, "t
 
 
 class AllowedTools(Body):
-    """Some of the tools, and whether one of them must be called."""
-
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: AnyTools
@@ -224,8 +202,6 @@ AnyChoice = Annotated[
 
 
 class ResponseBody(SamplingFields):
-    """Body of ``POST /v1/responses``."""
-
     # of OpenAI's own tools, and of Codex; metadata are repeated in the response
     ignored = (SamplingFields.ignored - {"metadata"}) | {"max_tool_calls", "client_metadata"}
     input: Text | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "items")]
