@@ -372,7 +372,7 @@ def test_fields_that_change_nothing_are_accepted(tooled: Served) -> None:
 
 def test_a_hint_about_the_cache_and_options_of_a_stream_change_nothing(tooled: Served) -> None:
     part = {"type": "input_text", "text": "Hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
-    options = {"stream_options": {"include_obfuscation": False}}
+    options = {"stream_options": {"include_obfuscation": False, "include_usage": True}}
     answer = streamed(tooled, input=[{"role": "user", "content": [part]}], max_output_tokens=4, **options)[-1]["response"]
     assert lasting(answer) == lasting(respond(tooled, input="Hi", max_output_tokens=4))
 
@@ -409,10 +409,6 @@ STORES_NOTHING = "the server stores no responses: send the whole conversation as
         ({"input": [USER] * 4096, "instructions": "x"}, "input: too many messages: the limit is 4096"),
         ({"metadata": nested(65)}, "metadata: nested more than 64 levels deep"),
         ({"truncation": "auto"}, "truncation: expected 'disabled'"),
-        (
-            {"stream": True, "stream_options": {"include_usage": True}},
-            "stream_options.include_usage: expected False",
-        ),
         (
             {"text": {"format": {"type": "json_schema", "name": "x"}}},
             "text.format.schema: missing",

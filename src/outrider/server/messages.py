@@ -20,11 +20,10 @@ from outrider.server.protocol import (
     HostedTool,
     Identifier,
     Parameters,
-    SamplingFields,
     Stop,
     Text,
     TextPart,
-    Variables,
+    TranslatedFields,
     at_most,
     check_json,
 )
@@ -38,7 +37,6 @@ BLOCKS = {
 EXPECTED_BLOCKS = "text, tool_use, tool_result or thinking"
 # Tools that Anthropic's servers run: their types end with a date.
 HOSTED = ("web_search_.*", "web_fetch_.*", "code_execution_.*", "tool_search_tool_.*")
-OWN = {"n", "stop", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
 NAMES = {"response_format": "output_config.format"}  # of a field of chat
 # Anthropic's client reads these details, and sends the whole conversation without a thread.
 NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -201,11 +199,11 @@ class Output(Body):
     format: SchemaFormat | None = None
 
 
-class CountBody(SamplingFields):
+class CountBody(TranslatedFields):
     """Body of ``POST /v1/messages/count_tokens``, which may have every field of ``/v1/messages``."""
 
     # context_management, of Claude Code, names parts of a long conversation that Anthropic's servers may drop
-    ignored = SamplingFields.ignored | {"cache_control", "context_management", "inference_geo", "speed", "diagnostics"}
+    ignored = TranslatedFields.ignored | {"cache_control", "context_management", "inference_geo", "speed", "diagnostics"}
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "messages")]
     max_tokens: int | None = Field(None, ge=1, le=INT32)
     system: Texts = ""
@@ -214,11 +212,6 @@ class CountBody(SamplingFields):
     tool_choice: Choice = Choice(type="auto")
     thinking: Thinking = Thinking(type="disabled")
     output_config: Output = Output()
-    # extensions of Anthropic's API
-    include_reasoning: bool = True
-    chat_template_kwargs: Variables = Field(default_factory=dict)
-    # accepted with the only value that changes nothing
-    n: Literal[1] = 1
     # refused
     thread: Annotated[None, THREADLESS] = None
     stop: Annotated[None, refused("expected stop_sequences")] = None
@@ -230,7 +223,7 @@ class CountBody(SamplingFields):
 
         Raises ``RequestValidationError`` for fields that cannot be combined, ``OutriderError`` if ``messages`` have no blocks.
         """
-        given = self.model_dump(include=SamplingFields.model_fields.keys() - OWN, exclude_unset=True)
+        given = self.sampling()
         thinking, effort, form = self.thinking, self.output_config.effort, self.output_config.format
         messages = self._messages()
         if not messages:

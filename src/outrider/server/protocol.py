@@ -237,6 +237,19 @@ class SamplingFields(Body):
         return k if isinstance(k, int) else None
 
 
+class TranslatedFields(SamplingFields):
+    """Fields of APIs whose requests are translated into chat."""
+
+    # extensions of those APIs
+    include_reasoning: bool = True
+    chat_template_kwargs: Variables = Field(default_factory=dict)
+    n: Literal[1] = 1  # accepted with the only value that changes nothing
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the given fields that chat has in the same form."""
+        return self.model_dump(include=TranslatedFields.model_fields.keys() - {"stream_options"}, exclude_unset=True)
+
+
 class TextPart(Body):
     ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})  # hints of Anthropic's and OpenAI's API
     type: Literal["text"]

@@ -24,11 +24,9 @@ from outrider.server.protocol import (
     HostedTool,
     Identifier,
     JsonSchema,
-    SamplingFields,
     SimpleFormat,
-    StreamOptions,
     Text,
-    Variables,
+    TranslatedFields,
     Verbosity,
     at_most,
     check_json,
@@ -46,7 +44,6 @@ PieceType = Literal["input_text", "output_text", "reasoning_text", "summary_text
 ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 # Tools that OpenAI's servers run.
 HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation")
-OWN = {"n", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
 SHOWN = {"description", "parameters", "strict"}  # fields of a function, besides its name, that chat has
 NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}  # of fields of chat
 
@@ -168,13 +165,6 @@ class Reasoning(Body):
     mode: Literal["standard"] | None = None
 
 
-class ItemStreamOptions(StreamOptions):
-    """Options of a stream, whose last event always has the usage."""
-
-    include_usage: Literal[False] = False
-    continuous_usage_stats: Literal[False] = False
-
-
 STATELESS = refused("the server stores no responses: send the whole conversation as input")
 AnyTool = Annotated[
     Annotated[FunctionTool, Tag("tagged-function")]
@@ -201,9 +191,9 @@ AnyChoice = Annotated[
 ]
 
 
-class ResponseBody(SamplingFields):
+class ResponseBody(TranslatedFields):
     # of OpenAI's own tools, and of Codex; metadata are repeated in the response
-    ignored = (SamplingFields.ignored - {"metadata"}) | {"max_tool_calls", "client_metadata"}
+    ignored = (TranslatedFields.ignored - {"metadata"}) | {"max_tool_calls", "client_metadata"}
     input: Text | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "items")]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT32)
@@ -212,12 +202,7 @@ class ResponseBody(SamplingFields):
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
-    # extensions of OpenAI's API
-    include_reasoning: bool = True
-    chat_template_kwargs: Variables = Field(default_factory=dict)
     # accepted with the only value that changes nothing
-    n: Literal[1] = 1
-    stream_options: ItemStreamOptions | None = None
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
     background: Annotated[Literal[False], refused("responses cannot run in the background: leave it out", False)] = False
@@ -257,7 +242,7 @@ class ResponseBody(SamplingFields):
 
         Raises ``RequestValidationError`` for fields that cannot be combined, ``OutriderError`` if ``input`` has no messages.
         """
-        given = self.model_dump(include=SamplingFields.model_fields.keys() - OWN, exclude_unset=True)
+        given = self.sampling()
         tools = [
             _in_chat(namespace, function.name, **function.model_dump(include=SHOWN, exclude_none=True))
             for namespace, function in _functions(self.tools)
@@ -282,8 +267,6 @@ class ResponseBody(SamplingFields):
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
             "verbosity": self.text.verbosity,
-            "include_reasoning": self.include_reasoning,
-            "chat_template_kwargs": self.chat_template_kwargs,
             "tools": tools or None,
             "tool_choice": choice,
         }
