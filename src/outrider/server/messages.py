@@ -254,18 +254,18 @@ class CountBody(TranslatedFields):
         messages: list[dict[str, Any]] = []
         for turn in self.messages:
             if turn.role == "assistant":
-                _add(messages, **turn.assistant())
+                add(messages, **turn.assistant())
             elif turn.role == "system" and not messages:
                 instructions.append(_joined(turn.content))
             elif turn.role == "system":
-                _add(messages, "user", f"<system-reminder>\n{_joined(turn.content)}\n</system-reminder>")
+                add(messages, "user", f"<system-reminder>\n{_joined(turn.content)}\n</system-reminder>")
             elif isinstance(turn.content, str):
-                _add(messages, "user", turn.content)
+                add(messages, "user", turn.content)
             for block in turn.blocks if turn.role == "user" else ():
                 if isinstance(block, ResultBlock):
                     messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
                 else:
-                    _add(messages, "user", block.text)
+                    add(messages, "user", block.text)
         system = [{"role": "system", "content": "\n\n".join(instructions)}] if instructions else []
         return [*system, *messages]
 
@@ -285,8 +285,8 @@ def _without_billing(text: str) -> str:
     return text.partition("\n")[2].lstrip() if text.startswith(BILLING) else text
 
 
-def _add(messages: list[dict[str, Any]], role: str, content: str, **more: Any) -> None:
-    """Append a message. If the last one has the same role, append its texts and calls to those of the last one instead."""
+def add(messages: list[dict[str, Any]], role: str, content: str = "", **more: Any) -> None:
+    """Append a message. If the last one has the same role, extend its texts and calls instead."""
     said, last = {"content": content, **more}, messages[-1] if messages else {}
     if last.get("role") != role:
         messages.append({"role": role, **said})

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from outrider.errors import OutriderError
 from outrider.options import INT32
+from outrider.server.messages import add
 from outrider.server.mistakes import as_chat, known, refused, type_of
 from outrider.server.protocol import (
     MAX_MESSAGES,
@@ -34,12 +35,6 @@ from outrider.server.protocol import (
 )
 
 SYSTEM = ("system", "developer")
-# A field of an assistant's message and those after which it belongs to a new message.
-NEW_MESSAGE_AFTER = {
-    "reasoning_content": {"reasoning_content", "content", "tool_calls"},
-    "content": {"content"},
-    "tool_calls": set[str](),
-}
 PieceType = Literal["input_text", "output_text", "reasoning_text", "summary_text"]
 ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 # Tools that OpenAI's servers run.
@@ -333,9 +328,9 @@ def _name_in_chat(namespace: str | None, name: str) -> str:
 
 
 def _items_as_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return items as messages. Reasoning, text and calls that follow each other in this order are one message.
+    """Return items as messages. Reasoning, texts and calls that follow each other are one message, as in answers of chat.
 
-    So is text after calls, as in answers of chat: templates expect the results right after the message with the calls.
+    Templates expect the results right after the message with the calls.
     """
     messages: list[dict[str, Any]] = []
     for item in items:
@@ -344,25 +339,10 @@ def _items_as_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _joined(item.content)})
         elif isinstance(item, MessageItem):
-            _add_text(messages, _joined(item.content))
+            add(messages, "assistant", _joined(item.content).removeprefix("\n"))  # ``add`` puts one between texts
         elif isinstance(item, CallItem):
             function = {"name": _name_in_chat(item.namespace, item.name), "arguments": item.arguments}
-            _assistant(messages, "tool_calls").setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+            add(messages, "assistant", tool_calls=[{"id": item.call_id, "function": function}])
         elif isinstance(item, ReasoningItem) and (thoughts := _joined(item.content) or _joined(item.summary)):
-            _assistant(messages, "reasoning_content")["reasoning_content"] = thoughts
+            add(messages, "assistant", reasoning_content=thoughts)
     return messages
-
-
-def _add_text(messages: list[dict[str, Any]], text: str) -> None:
-    last = messages[-1] if messages else {}
-    if "tool_calls" in last:
-        last["content"] = last.get("content", "") + text
-    else:
-        _assistant(messages, "content")["content"] = text
-
-
-def _assistant(messages: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the assistant's message that gets a field: the last message, or a new one."""
-    if not messages or messages[-1]["role"] != "assistant" or messages[-1].keys() & NEW_MESSAGE_AFTER[name]:
-        messages.append({"role": "assistant"})
-    return messages[-1]
