@@ -64,9 +64,10 @@ def command(
         import uvicorn
 
         from outrider.server.bridge import call_in_temporary_thread
-        from outrider.server.demo.app import Demo
-        from outrider.server.run import listen
-    config = ServerConfig(**{name: read_option(ServerConfig, name, getattr(page, name)) for name in ("host", "port")})
+        from outrider.server.demo.app import LIMITS, Demo
+        from outrider.server.run import connections, listen
+    wanted = {name: read_option(ServerConfig, name, getattr(page, name)) for name in ("host", "port")}
+    config = ServerConfig(**wanted, **LIMITS)
     with listen(config.host, config.port) as listening:
         track = call_in_temporary_thread(lambda: load_track(models, page.method))
         with waiting("warming up"):
@@ -80,11 +81,10 @@ def command(
             import webbrowser
 
             webbrowser.open(url)
-        server = uvicorn.Server(
-            uvicorn.Config(demo.app(config.host, address), log_level="warning", timeout_graceful_shutdown=2, lifespan="off")
-        )
+        settings = connections(demo.app(config, address), config)
+        settings.timeout_graceful_shutdown = 2
         try:
-            server.run(sockets=[listening])
+            uvicorn.Server(settings).run(sockets=[listening])
         finally:
             demo.close()
 
