@@ -491,7 +491,7 @@ async def test_the_memory_of_grammars_is_limited(plain: LLM, monkeypatch: pytest
     other = replace(ANYONE, connection="other")
     async with started(Grammars(tokenizer_data(plain), ServerConfig(worker_memory=1.25), in_helper_thread)) as grammars:
         used = [await grammars.get({"const": number}, ANYONE) for number in range(3)]
-        assert len(grammars._kept) == 2  # the cache takes half
+        assert len(grammars._kept) == 1  # a part for those that were not requested again
         with pytest.raises(Busy):  # more than three quarters
             await grammars.get({"const": 3}, ANYONE)
         del used[0]
@@ -502,6 +502,7 @@ async def test_the_memory_of_grammars_is_limited(plain: LLM, monkeypatch: pytest
         used = [await grammars.get({"const": 5}, ANYONE)]  # those that are only cached make room
         assert await grammars.get(None, ANYONE)  # of any object, which is always served
         cached = list(grammars._kept)
+        used.clear()
         monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 1 << 30}))
         for _ in range(2):
             with pytest.raises(OutriderError, match="takes too much memory: simplify it"):
@@ -524,6 +525,21 @@ async def test_grammars_that_are_compiled_at_once_share_the_memory(plain: LLM, m
         assert [type(each) for each in found].count(Busy) == 2  # four take the whole memory
 
 
+@in_loop
+async def test_a_client_with_a_full_share_does_not_make_those_busy_who_ask_for_the_same(
+    plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "Worker", Slow)
+    monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 1 << 28}))
+    ada, bob = Client("ada"), Client("bob")
+    async with started(Grammars(tokenizer_data(plain), ServerConfig(), in_helper_thread)) as grammars:
+        used = [await grammars.get({"const": number}, ada) for number in range(2)]
+        asked = [grammars.get({"const": 2}, client) for client in (ada, bob, bob)]
+        first, *others = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(first, Busy) and others[0] is others[1] is await grammars.get({"const": 2}, ada)
+        assert len(used) == 2
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc (Linux)")
 @in_loop
 async def test_a_worker_measures_the_memory_of_a_grammar(plain: LLM) -> None:
@@ -540,12 +556,13 @@ async def test_grammars_in_memory_are_limited(plain: LLM, monkeypatch: pytest.Mo
     monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 0}))
 
     async with started(Grammars(tokenizer_data(plain), ServerConfig(), in_helper_thread)) as grammars:
-        used = [await grammars.get({"const": number}, ANYONE) for number in range(MAX_CACHED)]
-        assert len(grammars._kept) == MAX_NEW  # others are in use, but not cached
-        for number in range(MAX_CACHED - MAX_NEW, MAX_CACHED):
+        num_cached, num_new = int(MAX_CACHED * MAX_GRAMMARS), int(MAX_NEW * MAX_GRAMMARS)
+        used = [await grammars.get({"const": number}, ANYONE) for number in range(num_cached)]
+        assert len(grammars._kept) == num_new  # others are in use, but not cached
+        for number in range(num_cached - num_new, num_cached):
             assert await grammars.get({"const": number}, ANYONE) is used[number]
-        most = MAX_GRAMMARS * 3 // 4  # of one client
-        used += [await grammars.get({"const": number}, ANYONE) for number in range(MAX_CACHED, most)]
+        most = MAX_GRAMMARS * 3 // 4 - 1  # of one client
+        used += [await grammars.get({"const": number}, ANYONE) for number in range(num_cached, most)]
         with pytest.raises(Busy):
             await grammars.get({"const": most}, ANYONE)
         other = replace(ANYONE, connection="other")
@@ -554,8 +571,8 @@ async def test_grammars_in_memory_are_limited(plain: LLM, monkeypatch: pytest.Mo
             await grammars.get({"const": "new"}, other)
         alone = replace(ANYONE, is_only=True)  # not limited in favour of others
         used += [await grammars.get({"const": number}, alone) for number in range(most + 12, MAX_GRAMMARS)]
-        assert len(grammars._kept) == 2 * MAX_NEW  # those that were requested again stay
-        assert await grammars.get({"const": MAX_CACHED - 1}, ANYONE) is used[MAX_CACHED - 1]
+        assert len(grammars._kept) == 2 * num_new  # those that were requested again stay
+        assert await grammars.get({"const": num_cached - 1}, ANYONE) is used[num_cached - 1]
         with pytest.raises(Busy):
             await grammars.get({"const": "new"}, alone)
         assert await grammars.get({"const": MAX_GRAMMARS - 1}, ANYONE) is used[-1]
