@@ -79,7 +79,7 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing, address: str = Ser
     }
     app.state.routes = f"POST {', '.join(handlers)}, or GET /v1/models"
     for path, handler in handlers.items():
-        app.add_api_route(path, _deferred(handler), methods=["POST"], responses=REFUSALS, response_model=None)
+        app.add_api_route(path, _deferred(handler), methods=["POST"], response_model=None)
     _add_states(app, service)
     for kind in (OutriderError, RequestValidationError, HTTPException, TimeoutError):
         app.add_exception_handler(kind, _on_error)
