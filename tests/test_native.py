@@ -287,8 +287,7 @@ def test_sigterm_during_compilation_ends_the_compilers_too(tmp_path: Path) -> No
     compiler.chmod(0o755)
     program = (
         "from outrider.cli import app; from outrider.native import build\n"
-        "from outrider.server.bridge import call_in_temporary_thread\n"
-        f"app.build_app = lambda: lambda *_, **__: call_in_temporary_thread(lambda: build.library(['{compiler}']))\n"
+        f"app.build_app = lambda: lambda *_, **__: build.library(['{compiler}'])\n"
         "app.run()"
     )
     environment = os.environ | {"OUTRIDER_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}

@@ -53,11 +53,6 @@ PING_INTERVAL = 15.0  # seconds without an event after which a stream gets a pin
 NO_RETRY = {"x-should-retry": "false"}  # otherwise OpenAI's and Anthropic's clients send the request again
 
 
-def max_total_logprobs(max_len: int) -> int:
-    """Return the limit of log-probabilities in a call: at least those of an answer as long as the context."""
-    return max(MAX_TOTAL_LOGPROBS, max_len * (MAX_LOGPROBS + 1))
-
-
 class Service:
     """Handlers of the API routes."""
 
@@ -65,7 +60,7 @@ class Service:
         self.llm, self.config = llm, config
         self.bridge = EngineBridge(llm, config.max_queue, config.stream_interval)
         self.metrics = Metrics(self.bridge, config.name)
-        self._max_total_logprobs = max_total_logprobs(llm.runner.max_len)
+        self._max_total_logprobs = max(MAX_TOTAL_LOGPROBS, llm.runner.max_len * (MAX_LOGPROBS + 1))
         self._tokens = TokenTexts(llm.tokenizer)
         self._replies = Replies(llm.tokenizer)
         # For slow work, and all work with the tokenizer, which is not thread-safe.
@@ -195,7 +190,7 @@ class Service:
         for pool in self.pools:
             await pool.stop()
         self._grammar_thread.shutdown(wait=False)
-        self._helper_thread.shutdown(wait=self._record is not None)
+        self._helper_thread.shutdown(wait=False)
         if self._record is not None:
             self._record.close()
 
@@ -239,7 +234,7 @@ class Service:
             stream = self.bridge.submit(samples, deadline, call.client)
         self.metrics.accepted(prompts)
         if self._record is not None:
-            self._helper_thread.submit(self._record.add, body)
+            self._record.add(body)
         running = RunningAnswer(stream, answer, call, self.metrics, params)
         if body.stream:
             return EventStream(running, body.stream_options or StreamOptions())
