@@ -27,7 +27,7 @@ from outrider.server import schemas
 from outrider.server.bridge import Busy, Stopping
 from outrider.server.formats import Preamble
 from outrider.server.parameters import levels
-from outrider.server.pool import WorkerPool
+from outrider.server.pool import ProcessFailed, WorkerPool
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class Grammars:
                 grammar: TokenGrammar = await self._in_compiler_thread(lambda: self._compiler.compiled(text, preamble))
                 grammar.num_bytes = num_bytes
                 self._in_memory[grammar] = client.queue_key
-        except (Busy, Stopping):
+        except (Busy, Stopping, ProcessFailed):
             raise
         except OutriderError as error:
             self._remember_refusal(key, str(error))
