@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import monotonic
@@ -78,12 +78,14 @@ class Service:
         self.check_model(body.model)
         given, call = body.prompts(), http.state.call
         answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens)
-        answer.shows_special = not body.skip_special_tokens
 
         async def encode() -> list[list[int]]:
             prompts = await self._prompts.encode(given, call.client)
             if body.echo:
                 answer.echoes = await self._echoes(given, prompts, body)
+            if body.logprobs is not None:
+                ends = [self._token_ends(prompt, body) for prompt in prompts for _ in range(body.n)]
+                answer.token_ends |= enumerate(ends)
             return prompts
 
         params = partial(body.params, body.max_tokens, body.logprobs)
@@ -95,7 +97,15 @@ class Service:
         texts = [each if isinstance(each, str) else await self._in_helper_thread(partial(decode, each)) for each in given]
         if body.logprobs is None:
             return [Echo(text) for text in texts]
-        return [Echo(*each) for each in zip(texts, prompts, strict=True)]
+        begins = [await self._in_helper_thread(partial(self._token_ends((), body).add, prompt)) for prompt in prompts]
+        # The client's text may be shorter than that of its tokens.
+        offsets = [[min(begin, len(text)) for begin in each] for text, each in zip(texts, begins, strict=True)]
+        return [Echo(*each) for each in zip(texts, prompts, offsets, strict=True)]
+
+    def _token_ends(self, prompt: Sequence[int], body: SamplingFields, delimiters: frozenset[int] = frozenset()) -> TokenEnds:
+        """Return the places of the tokens after a prompt."""
+        make = self.llm.engine.scheduler.make_detokenizer
+        return TokenEnds() if make is None else TokenEnds(make(prompt, body.skip_special_tokens, delimiters))
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
@@ -137,10 +147,9 @@ class Service:
             readers = await self._in_helper_thread(lambda: self._replies.readers(body, prompts[0]))
             answer.replies |= enumerate(readers)
             answer.preamble = readers[0].preamble
-            make = self.llm.engine.scheduler.make_detokenizer
-            if make is not None and readers[0].may_reason:
-                detokenizers = [make(prompts[0], body.skip_special_tokens, answer.delimiters) for _ in readers]
-                answer.token_ends |= enumerate(map(TokenEnds, detokenizers))
+            if readers[0].may_reason:
+                ends = [self._token_ends(prompts[0], body, answer.delimiters) for _ in readers]
+                answer.token_ends |= enumerate(ends)
             return prompts
 
         params = partial(body.params, max_tokens, body.num_logprobs())
