@@ -296,6 +296,7 @@ def test_sigterm_during_compilation_ends_the_compilers_too(tmp_path: Path) -> No
     while not (tmp_path / "pids").exists():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    time.sleep(0.5)  # an interrupt while a process starts would lose it
     started = time.monotonic()
     process.terminate()
     _, errors = process.communicate(timeout=60)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -41,6 +44,7 @@ NAMES = {"response_format": "output_config.format"}  # of a field of chat
 # Anthropic's client reads these details, and sends the whole conversation without a thread.
 NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 THREADLESS = refused("the server stores no conversations: send all messages, without thread", details=NO_THREADS)
+TEXTS, CALLS = ("content", "reasoning_content"), "tool_calls"  # fields of a message of chat
 BILLING = "x-anthropic-billing-header:"  # begins a line in Claude Code's system prompt that is not meant for the model
 
 
@@ -137,9 +141,8 @@ class Turn(Body):
             for block in self.blocks
             if isinstance(block, CallBlock)
         ]
-        said = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
-        content = _joined(self.content, separator="")
-        return {"role": "assistant", "content": content, **{name: value for name, value in said.items() if value}}
+        said = {"content": _joined(self.content, separator=""), "reasoning_content": "\n".join(thoughts)}
+        return {"role": "assistant", **said, "tool_calls": calls}
 
 
 class CustomTool(Body):
@@ -254,20 +257,21 @@ class CountBody(TranslatedFields):
         messages: list[dict[str, Any]] = []
         for turn in self.messages:
             if turn.role == "assistant":
-                add(messages, **turn.assistant())
+                messages.append(turn.assistant())
             elif turn.role == "system" and not messages:
                 instructions.append(_joined(turn.content))
             elif turn.role == "system":
-                add(messages, "user", f"<system-reminder>\n{_joined(turn.content)}\n</system-reminder>")
+                said = f"<system-reminder>\n{_joined(turn.content)}\n</system-reminder>"
+                messages.append({"role": "user", "content": said})
             elif isinstance(turn.content, str):
-                add(messages, "user", turn.content)
+                messages.append({"role": "user", "content": turn.content})
             for block in turn.blocks if turn.role == "user" else ():
                 if isinstance(block, ResultBlock):
                     messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
                 else:
-                    add(messages, "user", block.text)
+                    messages.append({"role": "user", "content": block.text})
         system = [{"role": "system", "content": "\n\n".join(instructions)}] if instructions else []
-        return [*system, *messages]
+        return system + joined(messages, ("user", "assistant"))
 
 
 class MessagesBody(CountBody):
@@ -285,15 +289,14 @@ def _without_billing(text: str) -> str:
     return text.partition("\n")[2].lstrip() if text.startswith(BILLING) else text
 
 
-def add(messages: list[dict[str, Any]], role: str, content: str = "", **more: Any) -> None:
-    """Append a message. If the last one has the same role, extend its texts and calls instead."""
-    said, last = {"content": content, **more}, messages[-1] if messages else {}
-    if last.get("role") != role:
-        messages.append({"role": role, **said})
-        return
-    for name, new in said.items():
-        old = last.get(name)
-        if old and new:
-            last[name] = old + new if isinstance(new, list) else f"{old}\n{new}"
-        else:
-            last[name] = old or new
+def joined(messages: Sequence[dict[str, Any]], roles: Sequence[str]) -> list[dict[str, Any]]:
+    """Return messages with the texts and calls of those that follow each other in one, if they have one of these roles."""
+    found: list[dict[str, Any]] = []
+    for role, group in groupby(messages, itemgetter("role")):
+        alike = list(group)
+        if role in roles:
+            content, thoughts = ("\n".join(each[name] for each in alike if each.get(name)) for name in TEXTS)
+            said = {"reasoning_content": thoughts, CALLS: [call for each in alike for call in each.get(CALLS, ())]}
+            alike = [{"role": role, "content": content, **{name: value for name, value in said.items() if value}}]
+        found += alike
+    return found

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from outrider.errors import OutriderError
 from outrider.options import INT32
-from outrider.server.messages import add
+from outrider.server.messages import joined
 from outrider.server.mistakes import as_chat, known, refused, type_of
 from outrider.server.protocol import (
     MAX_MESSAGES,
@@ -339,10 +339,11 @@ def _items_as_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _joined(item.content)})
         elif isinstance(item, MessageItem):
-            add(messages, "assistant", _joined(item.content).removeprefix("\n"))  # ``add`` puts one between texts
+            said = _joined(item.content).removeprefix("\n")  # ``joined`` puts one between texts
+            messages.append({"role": "assistant", "content": said})
         elif isinstance(item, CallItem):
             function = {"name": _name_in_chat(item.namespace, item.name), "arguments": item.arguments}
-            add(messages, "assistant", tool_calls=[{"id": item.call_id, "function": function}])
+            messages.append({"role": "assistant", "tool_calls": [{"id": item.call_id, "function": function}]})
         elif isinstance(item, ReasoningItem) and (thoughts := _joined(item.content) or _joined(item.summary)):
-            add(messages, "assistant", reasoning_content=thoughts)
-    return messages
+            messages.append({"role": "assistant", "reasoning_content": thoughts})
+    return joined(messages, ("assistant",))
