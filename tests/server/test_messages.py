@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from time import monotonic
 from typing import Any
 
 import httpx
@@ -255,6 +256,14 @@ def test_calls_can_be_forced(tooled: Served, choice: dict[str, Any]) -> None:
 def test_a_forced_call_that_was_truncated_has_no_input(tooled: Served) -> None:
     answer = send(tooled, tool_choice={"type": "tool", "name": "weather"}, max_tokens=4, **AT_ONCE)
     assert (kinds(answer), answer["stop_reason"], answer["content"][0]["input"]) == (["tool_use"], "max_tokens", {})
+
+
+def test_many_turns_of_one_role_are_joined_at_once() -> None:
+    """Appending each to the last one copied the text of all that came before."""
+    turns = [{"role": "user", "content": 20_000 * "x"}] * 4096
+    started = monotonic()
+    (message,) = CountBody.model_validate({"messages": turns}).chat().messages
+    assert len(message.content or "") == 4096 * 20_001 - 1 and monotonic() - started < 10
 
 
 def test_only_the_first_call_is_returned_if_one_is_allowed(tooled: Served, says: Says) -> None:

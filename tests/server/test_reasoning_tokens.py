@@ -62,6 +62,14 @@ def test_the_tokens_between_markers_count(
         assert counts[-1] == expected and counts == sorted(counts)
 
 
+def test_tokens_begin_where_the_engine_shows_their_text() -> None:
+    table = [b" Hello", b" wor", b"\xf0\x9f", b"ld", b"\xf0\x9f", b"\x98\x80", b"!"]
+    text = BytesDetokenizer(table, strips_space=True).feed(range(len(table)))  # type: ignore[arg-type]
+    ends = TokenEnds(BytesDetokenizer(table, strips_space=True))  # type: ignore[arg-type]
+    begins = [*ends.add(range(3)), *ends.add(range(3, len(table)))]
+    assert text == "Hello wor\ufffdld\U0001f600!" and begins == [0, 5, 9, 10, 12, 12, 13]
+
+
 def thinks(server: Served, says: Says) -> list[int]:
     """Make the model write two replies in turn, and return their numbers of tokens of reasoning."""
     assert server.llm.tokenizer is not None

@@ -6,7 +6,9 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,6 @@ from unittest.mock import MagicMock
 
 import httpx
 import pytest
-import torch
 import uvicorn
 from bench.load import virtual
 from fastapi import Request, Response
@@ -31,15 +32,15 @@ from outrider.engine.outputs import Emission
 from outrider.engine.stats import GenerationStats
 from outrider.runner import compiled
 from outrider.server.app import Deferred
-from outrider.server.bridge import Busy, EngineBridge, Stream, call_in_temporary_thread
+from outrider.server.bridge import Busy, EngineBridge, Stream
 from outrider.server.completions import CompletionBody
 from outrider.server.config import Client, KeyRing, host_error
 from outrider.server.gate import CLOSED, JsonLines
 from outrider.server.grammar import GrammarCompiler
 from outrider.server.protocol import ChatBody, StreamOptions
 from outrider.server.responses import ResponseBody
-from outrider.server.run import GracefulServer
-from outrider.server.service import EventStream, RunningAnswer, _whole, max_total_logprobs
+from outrider.server.run import GracefulServer, listen
+from outrider.server.service import EventStream, RunningAnswer, _whole
 from outrider.types import OutriderError, Proposal
 
 from .served import TLS, Served, Slow, call, serving, until
@@ -296,7 +297,7 @@ def test_an_answer_does_not_depend_on_what_starlette_keeps() -> None:
 
 
 def test_log_probabilities_of_a_call_are_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (max_total_logprobs(1), max_total_logprobs(1 << 20)) == (1 << 22, 21 << 20)
+    assert served.service._max_total_logprobs == 1 << 22
     monkeypatch.setattr(served.service, "_max_total_logprobs", 96)
     asked = {"prompt": ["a b", "c d"], "n": 2, "logprobs": 1}
     for num_tokens, status in ((12, 200), (13, 400)):
@@ -439,7 +440,13 @@ def test_keys_are_required_and_name_the_client(load: Callable[..., LLM], tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("", "no API key"), ("key name high", "integer priority"), ("key my name 5", "integer priority")]
+    ("text", "says"),
+    [
+        ("", "no API key"),
+        ("key name high", "integer priority"),
+        ("key my name 5", "integer priority"),
+        ("key ada 5\nkey bob", "contains an API key twice: expected each key in one line"),
+    ],
 )
 def test_an_invalid_key_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "keys").write_text(text)
@@ -656,7 +663,8 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests(
     with serving(load()) as server:
         ends: list[int] = []
         settings = uvicorn.Config(server.service, log_config=None)
-        graceful = GracefulServer(settings, server.service.bridge, {}, grace=30.0, end=ends.append)
+        monkeypatch.setattr(os, "_exit", ends.append)
+        graceful = GracefulServer(settings, server.service.bridge, {}, grace=30.0)
         monkeypatch.setattr(server.server, "on_tick", graceful.on_tick)
         slow = Slow(server, monkeypatch)
         slow.rounds(1)
@@ -712,7 +720,8 @@ def test_shutdown_ends_within_the_grace_period(load: Callable[..., LLM], monkeyp
         monkeypatch.setattr(type(bridge), "num_open", 1)
         ends: list[int] = []
         settings = uvicorn.Config(server.service, log_config=None)
-        graceful = GracefulServer(settings, bridge, {}, grace=0.4, end=ends.append)
+        monkeypatch.setattr(os, "_exit", ends.append)
+        graceful = GracefulServer(settings, bridge, {}, grace=0.4)
         assert not asyncio.run(graceful.on_tick(1))
         graceful.handle_exit(signal.SIGTERM, None)
         sleep(0.3)
@@ -767,26 +776,13 @@ def test_a_panic_in_a_command_does_not_end_the_engine_thread(served: Served, mon
     assert served.service.bridge.is_healthy
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
-def test_loading_leaves_no_openmp_threads() -> None:
-    def num_threads() -> int:
-        return len(list(Path("/proc/self/task").iterdir()))
-
-    def load() -> int:
-        torch.ones(1 << 22).exp()  # with one thread per core
-        return num_threads()
-
-    before = num_threads()
-    assert call_in_temporary_thread(load) > before + 1 or torch.get_num_threads() == 1
-    until(lambda: num_threads() <= before)  # threads of other tests may end meanwhile
-
-
-def test_an_error_while_loading_is_raised_in_the_caller() -> None:
-    def fail() -> None:
-        raise OutriderError("no such model")
-
-    with pytest.raises(OutriderError, match="no such model"):
-        call_in_temporary_thread(fail)
+def test_the_scope_of_an_address_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    address, asked = ("fe80::1", 0, 0, 3), []
+    found = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", address)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [found])
+    monkeypatch.setattr(socket, "create_server", lambda address, family: asked.append(address) or MagicMock())
+    listen("fe80::1%eth0", 0)
+    assert asked == [address]
 
 
 @pytest.mark.skipif(not native.load(), reason="no C++ compiler")

@@ -63,28 +63,26 @@ def command(
     with requires("serve", "the demo"):
         import uvicorn
 
-        from outrider.server.bridge import call_in_temporary_thread
-        from outrider.server.demo.app import Demo
-        from outrider.server.run import listen
-    config = ServerConfig(**{name: read_option(ServerConfig, name, getattr(page, name)) for name in ("host", "port")})
+        from outrider.server.demo.app import LIMITS, Demo
+        from outrider.server.run import connections, listen, url_of
+    wanted = {name: read_option(ServerConfig, name, getattr(page, name)) for name in ("host", "port")}
+    config = ServerConfig(**wanted, **LIMITS)
     with listen(config.host, config.port) as listening:
-        track = call_in_temporary_thread(lambda: load_track(models, page.method))
+        track = load_track(models, page.method)
         with waiting("warming up"):
-            speed = call_in_temporary_thread(track.warm_up)
+            speed = track.warm_up()
         demo = Demo(track, {"target": models.target or "embedded", "draft": models.draft, "plain_tok_s": speed})
-        host = f"[{config.host}]" if ":" in config.host else config.host
         address, port = listening.getsockname()[:2]
-        url = f"http://{host}:{port}/"
+        url = f"{url_of(config.host, port)}/"
         err.print(Text.assemble((url, "bold"), ("  (Ctrl-C to stop)", "dim")), soft_wrap=True)
         if open_page:
             import webbrowser
 
             webbrowser.open(url)
-        server = uvicorn.Server(
-            uvicorn.Config(demo.app(config.host, address), log_level="warning", timeout_graceful_shutdown=2, lifespan="off")
-        )
+        settings = connections(demo.app(config, address), config)
+        settings.timeout_graceful_shutdown = 2
         try:
-            server.run(sockets=[listening])
+            uvicorn.Server(settings).run(sockets=[listening])
         finally:
             demo.close()
 

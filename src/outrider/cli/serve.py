@@ -87,7 +87,6 @@ def command(
     if what is not None:
         raise OutriderError(f"{what}: requires --engine, as in outrider serve --engine vllm plan.toml -- ...")
     with requires("serve", "serve"):
-        from outrider.server.bridge import call_in_temporary_thread
         from outrider.server.run import listen, log_json, serve
     known = Plan() if plan is None else Plan.read(plan)
     models, methods, limits = filled(models, known), filled(methods, known), filled(limits, known)
@@ -100,7 +99,7 @@ def command(
     }
 
     with listen(config.host, config.port) as listener:  # reports a port in use before the model is loaded
-        llm = call_in_temporary_thread(lambda: prepared(models, methods, **more))
+        llm = prepared(models, methods, **more)
         log_json()
         serve(llm, config, keys, listener)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from codecs import IncrementalDecoder, getincrementaldecoder
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from time import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.engine.logprobs import TokenLogprobs
-from outrider.runner.tokenizers import token_bytes
+from outrider.runner.tokenizers import BROKEN, token_bytes
 from outrider.server.formats import Preamble
 from outrider.server.replies import Part, Reply
 
@@ -59,16 +58,21 @@ class TokenTexts:
 class TokenEnds:
     """Where each token of a choice ends in its text. Counts the tokens of a part of the text."""
 
-    def __init__(self, detokenizer: Detokenizer) -> None:
+    def __init__(self, detokenizer: Detokenizer | None = None) -> None:
+        """``detokenizer``: the engine's for this choice, or None without a tokenizer: the text is empty."""
         self._detokenizer = detokenizer
         self._ends: list[int] = []  # number of characters after each token
 
-    def add(self, token_ids: Sequence[int]) -> None:
-        """Append tokens. Every token of the choice must be added, in order."""
-        end = self._ends[-1] if self._ends else 0
+    def add(self, token_ids: Sequence[int]) -> list[int]:
+        """Append tokens and return where each one begins. Every token of the choice must be added, in order."""
+        begins, end = [], self._ends[-1] if self._ends else 0
         for token in token_ids:
-            end += len(self._detokenizer.feed((token,)))
+            text = self._detokenizer.feed((token,)) if self._detokenizer is not None else ""
+            own = text.lstrip(BROKEN) or text  # an incomplete character of the tokens before may be replaced first
+            begins.append(end + len(text) - len(own))
+            end += len(text)
             self._ends.append(end)
+        return begins
 
     def count(self, start: int, end: float) -> int:
         """Return the number of tokens after the one that completes the first ``start`` characters and before character ``end``.
@@ -109,6 +113,7 @@ class Answer:
     created: int = field(default_factory=lambda: int(time()))
     preamble: Preamble | None = None  # before JSON
     delimiters: frozenset[int] = frozenset()  # special tokens that are not skipped in the text
+    token_ends: dict[int, TokenEnds] = field(default_factory=lambda: defaultdict(TokenEnds))  # of the choices that need them
 
     kind: ClassVar[str] = ""
     chunk_kind: ClassVar[str] = ""
@@ -186,16 +191,13 @@ class Answer:
         raise NotImplementedError
 
 
-def new_decoder() -> IncrementalDecoder:
-    return getincrementaldecoder("utf-8")("replace")
-
-
 @dataclass
 class Echo:
     """A prompt at the beginning of a response."""
 
     text: str = ""
     token_ids: Sequence[int] = ()  # only if log-probabilities are wanted
+    offsets: Sequence[int] = ()  # where each of them begins
     logprobs: Sequence[TokenLogprobs] = ()  # of the tokens after the first, which nothing predicts
 
 
@@ -205,9 +207,6 @@ class CompletionAnswer(Answer):
 
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
-    decoders: dict[int, IncrementalDecoder] = field(default_factory=dict)  # of the characters of each choice
-    offsets: dict[int, int] = field(default_factory=dict)  # index of a choice -> number of characters so far
-    shows_special: bool = False  # whether special tokens are part of the text
     echoes: list[Echo] = field(default_factory=list)  # of each prompt, if the answer begins with it
 
     @property
@@ -227,25 +226,9 @@ class CompletionAnswer(Answer):
             logprobs = self._logprobs([*echo.token_ids, *part.token_ids], [*first, *echo.logprobs, *part.logprobs])
             if first:
                 logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
-            # The echo is the client's text, in which special tokens may be written and a first space may be missing.
-            of_echo = [min(offset, len(echo.text)) for offset in self._offsets(index, echo.token_ids)]
-            if self.echoes:
-                self.offsets[index], self.decoders[index] = len(echo.text), new_decoder()
-            logprobs["text_offset"] = of_echo + self._offsets(index, part.token_ids)
+            begins = self.token_ends[index].add(part.token_ids)
+            logprobs["text_offset"] = [*echo.offsets, *(len(echo.text) + begin for begin in begins)]
         return _choice(index, part, logprobs, text=echo.text + part.text)
-
-    def _offsets(self, index: int, token_ids: Sequence[int]) -> list[int]:
-        """Return where the texts of a choice's next tokens begin, in characters."""
-        offsets, offset = [], self.offsets.get(index, 0)
-        decoder = self.decoders.setdefault(index, new_decoder())
-        for token in token_ids:
-            part = self.tokens.bytes_of(token) or (self.tokens.text(token).encode() if self.shows_special else b"")
-            if part and part[0] & 0xC0 != 0x80:  # begins a character: an incomplete one before it is replaced
-                offset += len(decoder.decode(b"", final=True))
-            offsets.append(offset)  # of a character that continues: where it begins
-            offset += len(decoder.decode(part))
-        self.offsets[index] = offset
-        return offsets
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return {
@@ -265,7 +248,6 @@ class ChatAnswer(Answer):
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
     replies: dict[int, Reply] = field(default_factory=lambda: defaultdict(Reply))  # reader of each choice
-    token_ends: dict[int, TokenEnds] = field(default_factory=dict)  # of the choices that may have reasoning
 
     def add(self, index: int, emission: Emission) -> Chunk:
         if index in self.token_ends:

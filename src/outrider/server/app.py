@@ -23,24 +23,6 @@ from outrider.types import OutriderError
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {"application/json": {}}}
-    for status, text in {
-        400: "The request is invalid; the message says why.",
-        401: "The API key is missing or unknown.",
-        403: "The host is not that of this server.",
-        404: "The model is not served here.",
-        408: "The body did not arrive in time.",
-        413: "The body is too large.",
-        415: "The body is compressed.",
-        429: "The queue is full; Retry-After says when to try again.",
-        500: "The model failed for this request.",
-        503: "The server is shutting down.",
-        504: "The answer took too long.",
-    }.items()
-}
-
-
 Handler = Callable[[Any, Request], Awaitable[Response]]
 
 
@@ -97,7 +79,7 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing, address: str = Ser
     }
     app.state.routes = f"POST {', '.join(handlers)}, or GET /v1/models"
     for path, handler in handlers.items():
-        app.add_api_route(path, _deferred(handler), methods=["POST"], responses=REFUSALS, response_model=None)
+        app.add_api_route(path, _deferred(handler), methods=["POST"], response_model=None)
     _add_states(app, service)
     for kind in (OutriderError, RequestValidationError, HTTPException, TimeoutError):
         app.add_exception_handler(kind, _on_error)

@@ -12,7 +12,6 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
@@ -29,27 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Argument = TypeVar("Argument")
-Result = TypeVar("Result")
-
-
-def call_in_temporary_thread(work: Callable[[], Result]) -> Result:
-    """Call ``work`` in a temporary thread and return its result. Raises what ``work`` raises.
-
-    OpenMP's worker threads belong to the thread that first used them and live as long as it does. If there are more of them
-    than cores, none spins between two operations, which slows passes down if the user sets ``OMP_WAIT_POLICY`` to active (it is
-    passive by default, see ``outrider/__init__.py``). So only the engine thread may keep such threads. An executor's thread
-    would not do: Ctrl-C waits for it.
-    """
-    result: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="outrider-loading", daemon=True).start()
-    return result.result()
 
 
 class Busy(OutriderError):

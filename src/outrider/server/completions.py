@@ -15,8 +15,6 @@ MIDDLE = refused("fill-in-the-middle is not supported: write the model's own mar
 
 
 class CompletionBody(SamplingFields):
-    """Body of ``POST /v1/completions``."""
-
     echo: bool = False
     prompt: Text | TokenIds | Annotated[list[Text], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int = Field(16, ge=1, le=INT32)

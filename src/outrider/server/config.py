@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import os
 import re
 from collections.abc import Sequence
@@ -106,27 +105,21 @@ class KeyRing:
 
     def __init__(self, keys: Sequence[tuple[str, Client]] = ()) -> None:
         is_only = len({client.name for _, client in keys}) == 1
-        self._clients = [(_digest(key), replace(client, is_only=is_only)) for key, client in keys]
+        self._clients = {_digest(key): replace(client, is_only=is_only) for key, client in keys}
 
     def __len__(self) -> int:
         return len(self._clients)
 
     def client(self, key: str | None) -> Client | None:
-        """Return the client of an API key, or None. Takes constant time, so that timing reveals nothing about the keys."""
-        if not self._clients:
-            return ANYONE
-        digest, found = _digest(key or ""), None
-        for known, client in self._clients:
-            if hmac.compare_digest(known, digest):
-                found = client
-        return found
+        """Return the client of an API key, or None. The key's digest is looked up: timing reveals nothing about the keys."""
+        return self._clients.get(_digest(key or "")) if self._clients else ANYONE
 
     @classmethod
     def load(cls, file: Path | None) -> KeyRing:
         """Read lines ``KEY [NAME [PRIORITY]]`` from a file, or comma-separated entries from ``OUTRIDER_API_KEYS``.
 
         Keys with the same name are one client; a key without a name is a separate client. Raises ``OutriderError`` for a
-        malformed entry, and for a file or a variable without keys.
+        malformed entry, for a key that occurs twice, and for a file or a variable without keys.
         """
         if file is not None:
             source, separator = str(file), "line"
@@ -139,6 +132,8 @@ class KeyRing:
         keys = [_entry(entry, number, source) for number, entry in enumerate(entries, 1) if entry.strip()]
         if not keys:
             raise OutriderError(f"{source} contains no API key: expected one KEY [NAME [PRIORITY]] per {separator}")
+        if len({key for key, _ in keys}) < len(keys):
+            raise OutriderError(f"{source} contains an API key twice: expected each key in one {separator}")
         return cls(keys)
 
 

@@ -106,7 +106,7 @@ class Gate:
         """Return the response to a call that is refused, or None."""
         unknown_host = None if len(self._keys) else host_error(headers.get("host"), self._address, self._config.host)
         if unknown_host is not None:
-            return _error(path, call, 403, f"{unknown_host}, or API keys", code="unknown_host")
+            return _error(path, call, 403, unknown_host, code="unknown_host")
         if path.startswith(GUARDED):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             key = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")

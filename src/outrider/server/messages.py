@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -20,11 +23,10 @@ from outrider.server.protocol import (
     HostedTool,
     Identifier,
     Parameters,
-    SamplingFields,
     Stop,
     Text,
     TextPart,
-    Variables,
+    TranslatedFields,
     at_most,
     check_json,
 )
@@ -38,29 +40,23 @@ BLOCKS = {
 EXPECTED_BLOCKS = "text, tool_use, tool_result or thinking"
 # Tools that Anthropic's servers run: their types end with a date.
 HOSTED = ("web_search_.*", "web_fetch_.*", "code_execution_.*", "tool_search_tool_.*")
-OWN = {"n", "stop", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
 NAMES = {"response_format": "output_config.format"}  # of a field of chat
 # Anthropic's client reads these details, and sends the whole conversation without a thread.
 NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 THREADLESS = refused("the server stores no conversations: send all messages, without thread", details=NO_THREADS)
+TEXTS, CALLS = ("content", "reasoning_content"), "tool_calls"  # fields of a message of chat
 BILLING = "x-anthropic-billing-header:"  # begins a line in Claude Code's system prompt that is not meant for the model
 
 
 class Block(Body):
-    """Base class of the blocks of a message."""
-
     ignored = frozenset({"cache_control"})
 
 
 class TextBlock(TextPart):
-    """A text."""
-
     ignored = TextPart.ignored | {"citations"}
 
 
 class ThinkingBlock(Block):
-    """Reasoning of the model."""
-
     ignored = Block.ignored | {"signature"}
     type: Literal["thinking"]
     thinking: Text
@@ -74,8 +70,6 @@ class RedactedBlock(Block):
 
 
 class CallBlock(Block):
-    """A call of a tool."""
-
     ignored = Block.ignored | {"caller"}
     type: Literal["tool_use"]
     id: Text
@@ -94,8 +88,6 @@ Texts = Text | Annotated[list[TextBlock], Field(fail_fast=True), at_most(MAX_MES
 
 
 class ResultBlock(Block):
-    """The result of a call."""
-
     type: Literal["tool_result"]
     tool_use_id: Text
     content: Texts | None = None
@@ -126,8 +118,6 @@ Blocks = Annotated[list[AnyBlock], Field(fail_fast=True), at_most(MAX_MESSAGES, 
 
 
 class Turn(Body):
-    """One turn of a conversation."""
-
     role: Literal["user", "assistant", "system"]
     content: Text | Blocks
 
@@ -151,14 +141,11 @@ class Turn(Body):
             for block in self.blocks
             if isinstance(block, CallBlock)
         ]
-        said = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
-        content = _joined(self.content, separator="")
-        return {"role": "assistant", "content": content, **{name: value for name, value in said.items() if value}}
+        said = {"content": _joined(self.content, separator=""), "reasoning_content": "\n".join(thoughts)}
+        return {"role": "assistant", **said, "tool_calls": calls}
 
 
 class CustomTool(Body):
-    """A function that the model may call."""
-
     # forced calls always match the schema, with strict or without
     ignored = frozenset({"strict", "cache_control", "eager_input_streaming", "input_examples"})
     type: Literal["custom"] = "custom"
@@ -183,8 +170,6 @@ AnyTool = Annotated[
 
 
 class Choice(Body):
-    """Which tools the model may or must call."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
     disable_parallel_tool_use: bool = False
@@ -202,32 +187,26 @@ class Choice(Body):
 
 
 class Thinking(Body):
-    """Whether the model reasons first, and whether its reasoning is returned."""
-
     ignored = frozenset({"budget_tokens"})
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     display: Literal["summarized", "omitted"] = "summarized"  # there are no summaries: reasoning is returned as it is
 
 
 class SchemaFormat(Body):
-    """JSON with a schema."""
-
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class Output(Body):
-    """How much the model reasons, and the form of its text."""
-
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: SchemaFormat | None = None
 
 
-class CountBody(SamplingFields):
+class CountBody(TranslatedFields):
     """Body of ``POST /v1/messages/count_tokens``, which may have every field of ``/v1/messages``."""
 
     # context_management, of Claude Code, names parts of a long conversation that Anthropic's servers may drop
-    ignored = SamplingFields.ignored | {"cache_control", "context_management", "inference_geo", "speed", "diagnostics"}
+    ignored = TranslatedFields.ignored | {"cache_control", "context_management", "inference_geo", "speed", "diagnostics"}
     messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "messages")]
     max_tokens: int | None = Field(None, ge=1, le=INT32)
     system: Texts = ""
@@ -236,11 +215,6 @@ class CountBody(SamplingFields):
     tool_choice: Choice = Choice(type="auto")
     thinking: Thinking = Thinking(type="disabled")
     output_config: Output = Output()
-    # extensions of Anthropic's API
-    include_reasoning: bool = True
-    chat_template_kwargs: Variables = Field(default_factory=dict)
-    # accepted with the only value that changes nothing
-    n: Literal[1] = 1
     # refused
     thread: Annotated[None, THREADLESS] = None
     stop: Annotated[None, refused("expected stop_sequences")] = None
@@ -252,7 +226,7 @@ class CountBody(SamplingFields):
 
         Raises ``RequestValidationError`` for fields that cannot be combined, ``OutriderError`` if ``messages`` have no blocks.
         """
-        given = self.model_dump(include=SamplingFields.model_fields.keys() - OWN, exclude_unset=True)
+        given = self.sampling()
         thinking, effort, form = self.thinking, self.output_config.effort, self.output_config.format
         messages = self._messages()
         if not messages:
@@ -283,25 +257,24 @@ class CountBody(SamplingFields):
         messages: list[dict[str, Any]] = []
         for turn in self.messages:
             if turn.role == "assistant":
-                _add(messages, **turn.assistant())
+                messages.append(turn.assistant())
             elif turn.role == "system" and not messages:
                 instructions.append(_joined(turn.content))
             elif turn.role == "system":
-                _add(messages, "user", f"<system-reminder>\n{_joined(turn.content)}\n</system-reminder>")
+                said = f"<system-reminder>\n{_joined(turn.content)}\n</system-reminder>"
+                messages.append({"role": "user", "content": said})
             elif isinstance(turn.content, str):
-                _add(messages, "user", turn.content)
+                messages.append({"role": "user", "content": turn.content})
             for block in turn.blocks if turn.role == "user" else ():
                 if isinstance(block, ResultBlock):
                     messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
                 else:
-                    _add(messages, "user", block.text)
+                    messages.append({"role": "user", "content": block.text})
         system = [{"role": "system", "content": "\n\n".join(instructions)}] if instructions else []
-        return [*system, *messages]
+        return system + joined(messages, ("user", "assistant"))
 
 
 class MessagesBody(CountBody):
-    """Body of ``POST /v1/messages``."""
-
     max_tokens: int = Field(ge=1, le=INT32)
 
     @model_validator(mode="after")
@@ -316,15 +289,14 @@ def _without_billing(text: str) -> str:
     return text.partition("\n")[2].lstrip() if text.startswith(BILLING) else text
 
 
-def _add(messages: list[dict[str, Any]], role: str, content: str, **more: Any) -> None:
-    """Append a message. If the last one has the same role, append its texts and calls to those of the last one instead."""
-    said, last = {"content": content, **more}, messages[-1] if messages else {}
-    if last.get("role") != role:
-        messages.append({"role": role, **said})
-        return
-    for name, new in said.items():
-        old = last.get(name)
-        if old and new:
-            last[name] = old + new if isinstance(new, list) else f"{old}\n{new}"
-        else:
-            last[name] = old or new
+def joined(messages: Sequence[dict[str, Any]], roles: Sequence[str]) -> list[dict[str, Any]]:
+    """Return messages with the texts and calls of those that follow each other in one, if they have one of these roles."""
+    found: list[dict[str, Any]] = []
+    for role, group in groupby(messages, itemgetter("role")):
+        alike = list(group)
+        if role in roles:
+            content, thoughts = ("\n".join(each[name] for each in alike if each.get(name)) for name in TEXTS)
+            said = {"reasoning_content": thoughts, CALLS: [call for each in alike for call in each.get(CALLS, ())]}
+            alike = [{"role": role, "content": content, **{name: value for name, value in said.items() if value}}]
+        found += alike
+    return found

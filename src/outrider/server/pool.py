@@ -40,9 +40,13 @@ RETRY_SECONDS = 1.0  # seconds before the next attempt after a process failed to
 class WorkerLost(Exception):
     """Worker process that exited without an answer."""
 
-    def __init__(self, code: int | None) -> None:
+    def __init__(self, code: int) -> None:
         self.code = code
         super().__init__(f"worker process exited with code {code}")
+
+
+class ProcessFailed(OutriderError):
+    """A job's process ended, perhaps because of the job; the job did not exceed a limit."""
 
 
 @dataclass(eq=False)
@@ -50,11 +54,8 @@ class _Task:
     """A waiting or running job."""
 
     job: Job
-    client: Client
-    cost: float
     pushed: float
     result: asyncio.Future[Job]
-    is_repeated: bool = False
 
     def end(self, answer: Job | Exception) -> None:
         if self.result.done():  # the caller was cancelled
@@ -156,13 +157,14 @@ class WorkerPool:
     async def do(self, job: Job, cost: float, client: Client) -> Job:
         """Run a job and return its result. ``cost``: estimated work, by which the scheduling is fair between clients.
 
-        Raises ``OutriderError`` if the job is refused or exceeds its limit of processor time or memory, ``Busy`` if it got too
-        little processor time, ``Stopping`` if no process starts.
+        Raises ``OutriderError`` if the job is refused or exceeds its limit of processor time or memory, ``ProcessFailed`` if
+        its process ended otherwise, ``Busy`` if it got too little processor time or was killed, ``Stopping`` if none starts.
         """
         if self.start_error is not None:
             raise Stopping(self.start_error)
-        task = _Task(job, client, cost, monotonic(), asyncio.get_running_loop().create_future())
-        self._push(task)
+        task = _Task(job, monotonic(), asyncio.get_running_loop().create_future())
+        self._waiting.push(task, client.queue_key, client.priority, cost)
+        self._job_added.set()
         try:
             answer = await task.result
         finally:
@@ -170,10 +172,6 @@ class WorkerPool:
         if "refused" in answer:
             raise OutriderError(answer["refused"])
         return answer
-
-    def _push(self, task: _Task) -> None:
-        self._waiting.push(task, task.client.queue_key, task.client.priority, task.cost)
-        self._job_added.set()
 
     async def _run(self) -> None:
         """Run jobs in one process at a time; replace a process that is killed."""
@@ -199,7 +197,7 @@ class WorkerPool:
             task.result.cancel()
             raise
         except (TimeoutError, WorkerLost) as error:
-            self._retry_or_end(task, error)
+            task.end(self._failure(error))
             return False
         except Exception as error:  # such as an answer that is not JSON: it must not end this runner
             logger.exception("a process to %s failed", self._what)
@@ -239,19 +237,14 @@ class WorkerPool:
                 self._start_error, self._last_progress = None, monotonic()
                 return worker
 
-    def _retry_or_end(self, task: _Task, error: WorkerLost | TimeoutError) -> None:
-        """Queue a job again after its process was lost for no fault of its own; otherwise end it with an error."""
-        if isinstance(error, WorkerLost) and error.code == -signal.SIGKILL and not task.is_repeated:
-            logger.warning("a process to %s was killed: retrying its job", self._what)
-            task.is_repeated = True
-            if not task.result.done():  # its caller waits
-                self._push(task)
-            return
-        seconds = self._setup["seconds"]
-        if isinstance(error, TimeoutError) or error.code == -signal.SIGALRM:  # waited for the processor: not the job's fault
-            logger.warning("a process to %s was killed: a job waited too long for the processor", self._what)
-            task.end(Busy(math.ceil(seconds)))
-            return
-        limit = f"{seconds:g} s" if error.code == -signal.SIGPROF else f"{self._setup['memory'] >> 20} MiB of memory"
-        logger.warning("a process to %s was killed: a job exceeded %s", self._what, limit)
-        task.end(OutriderError(f"cannot {self._what} within {limit}: send a smaller one"))
+    def _failure(self, error: WorkerLost | TimeoutError) -> OutriderError:
+        """Return the error of a job whose process was lost."""
+        code = error.code if isinstance(error, WorkerLost) else -signal.SIGALRM
+        logger.warning("a process to %s ended with exit code %d", self._what, code)
+        seconds, memory = f"{self._setup['seconds']:g} s", f"{self._setup['memory'] >> 20} MiB of memory"
+        if code in (-signal.SIGALRM, -signal.SIGKILL):  # waited for the processor, or killed from outside: not the job's fault
+            return Busy(math.ceil(self._setup["seconds"]))
+        limit = {-signal.SIGPROF: seconds, -signal.SIGABRT: memory, os.EX_UNAVAILABLE: memory}.get(code)
+        if limit is None:
+            return ProcessFailed(f"cannot {self._what}: its process failed")
+        return OutriderError(f"cannot {self._what} within {limit}: send a smaller one")

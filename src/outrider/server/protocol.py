@@ -123,8 +123,6 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Options of a streamed response."""
-
     ignored = frozenset({"include_obfuscation"})
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's extension: token counts in every chunk
@@ -147,14 +145,10 @@ class Speculative(Body):
 
 
 class SimpleFormat(Body):
-    """Any text, or any JSON object."""
-
     type: Literal["text", "json_object"]
 
 
 class JsonSchema(Body):
-    """The required form of the answer."""
-
     name: Text = "answer"
     description: Text | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")  # None: any object
@@ -162,8 +156,6 @@ class JsonSchema(Body):
 
 
 class JsonSchemaFormat(Body):
-    """JSON with a schema."""
-
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -245,9 +237,20 @@ class SamplingFields(Body):
         return k if isinstance(k, int) else None
 
 
-class TextPart(Body):
-    """One part of a message."""
+class TranslatedFields(SamplingFields):
+    """Fields of APIs whose requests are translated into chat."""
 
+    # extensions of those APIs
+    include_reasoning: bool = True
+    chat_template_kwargs: Variables = Field(default_factory=dict)
+    n: Literal[1] = 1  # accepted with the only value that changes nothing
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the given fields that chat has in the same form."""
+        return self.model_dump(include=TranslatedFields.model_fields.keys() - {"stream_options"}, exclude_unset=True)
+
+
+class TextPart(Body):
     ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})  # hints of Anthropic's and OpenAI's API
     type: Literal["text"]
     text: Text
@@ -272,16 +275,12 @@ def refusal_as(kind: str) -> BeforeValidator:
 
 
 class CalledFunction(Body):
-    """A function with the arguments of a call."""
-
     ignored = frozenset({"parsed_arguments"})  # OpenAI's client adds it to answers
     name: Text
     arguments: Annotated[Text, AfterValidator(_arguments)]
 
 
 class ToolCall(Body):
-    """A call in an assistant's message."""
-
     ignored = frozenset({"index"})  # some clients keep it from a stream
     id: Text
     type: Literal["function"] = "function"
@@ -292,8 +291,6 @@ Parts = Annotated[list[Annotated[TextPart, refusal_as("text")]], Field(fail_fast
 
 
 class Message(Body):
-    """One turn of a conversation."""
-
     ignored = frozenset({"annotations", "parsed", "cache_control"})  # clients send answers back as they came
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text | Parts, at_most(MAX_MESSAGES, "parts")] | None = None
@@ -329,8 +326,6 @@ class Message(Body):
 
 
 class Function(Body):
-    """A function that the model may call."""
-
     name: Identifier
     description: Text | None = None
     parameters: Parameters | None = None
@@ -338,8 +333,6 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool that the model may use."""
-
     ignored = frozenset({"cache_control"})
     type: Literal["function"]
     function: Function
@@ -360,8 +353,6 @@ class HostedTool(Body, extra="allow"):
 
 
 class FunctionName(Body):
-    """The name of a function."""
-
     name: Text
 
 
@@ -370,15 +361,11 @@ Tools = Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")
 
 
 class AllowedTools(Body):
-    """Some of the tools, and whether one of them must be called."""
-
     mode: Literal["auto", "required"]
     tools: Tools
 
 
 class ToolChoice(Body):
-    """The one function to call, or the tools that may be called."""
-
     type: Literal["function", "allowed_tools"]
     function: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
@@ -407,8 +394,6 @@ def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 class ChatBody(SamplingFields):
-    """Body of ``POST /v1/chat/completions``."""
-
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=INT32)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32)

@@ -16,9 +16,9 @@ import string
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import regex
 from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -26,7 +26,7 @@ from outrider.engine.prompts import check_takes_tools, template_of
 from outrider.engine.templates import THINKING_VARIABLES
 from outrider.runner.tokenizers import special_ids
 from outrider.server.calls import as_json, flat, json_values, name_and_arguments, plain_json, python_calls
-from outrider.server.formats import CALLS, END_REASONING, OPENINGS, PREAMBLES, REASONING, THINKING, Preamble, form_of
+from outrider.server.formats import CALLS, END_REASONING, OPENINGS, PREAMBLES, REASONING, Preamble, form_of
 from outrider.server.parameters import typed
 from outrider.server.protocol import ChatBody
 from outrider.types import OutriderError
@@ -338,7 +338,8 @@ class PreambleReply(ParsedReply):
 
     def __init__(self, form: Any, prompt_end: str, body: ChatBody, inner: Reply, preamble: Preamble) -> None:
         self._inner, self._is_json, self._has_calls = Reply(), False, False  # for the prompt
-        self._closing, self._resumed = _closing_of(preamble), preamble.resumed
+        # A form may know other ends of reasoning, which are text for a grammar.
+        self._closing, self._resumed = regex.compile(rf"\s{{0,8}}{re.escape(preamble.closing)}"), preamble.resumed
         super().__init__(form, prompt_end, body)
         self._inner, self._is_json, self._is_fresh = inner, False, True
         self.is_one_call = inner.is_one_call
@@ -380,13 +381,6 @@ class PreambleReply(ParsedReply):
         elif self._is_json:
             part.add(self._inner.feed(text.lstrip() if self._is_fresh else text))
             self._is_fresh, self.num_calls = False, self._inner.num_calls
-
-
-@cache
-def _closing_of(preamble: Preamble) -> Any:
-    """Return the pattern of the end of reasoning. A form may know other ends, which are text for a grammar."""
-    reasoning = THINKING["fields"][REASONING[0]] | {"close_pattern": rf"\s{{0,8}}{re.escape(preamble.closing)}"}
-    return load_response_template(THINKING | {"fields": {REASONING[0]: reasoning}}).fields[REASONING[0]].close_re
 
 
 def response_template(tokenizer: PreTrainedTokenizerBase) -> Any:

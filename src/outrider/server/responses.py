@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from outrider.errors import OutriderError
 from outrider.options import INT32
+from outrider.server.messages import joined
 from outrider.server.mistakes import as_chat, known, refused, type_of
 from outrider.server.protocol import (
     MAX_MESSAGES,
@@ -24,11 +25,9 @@ from outrider.server.protocol import (
     HostedTool,
     Identifier,
     JsonSchema,
-    SamplingFields,
     SimpleFormat,
-    StreamOptions,
     Text,
-    Variables,
+    TranslatedFields,
     Verbosity,
     at_most,
     check_json,
@@ -36,24 +35,15 @@ from outrider.server.protocol import (
 )
 
 SYSTEM = ("system", "developer")
-# A field of an assistant's message and those after which it belongs to a new message.
-NEW_MESSAGE_AFTER = {
-    "reasoning_content": {"reasoning_content", "content", "tool_calls"},
-    "content": {"content"},
-    "tool_calls": set[str](),
-}
 PieceType = Literal["input_text", "output_text", "reasoning_text", "summary_text"]
 ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 # Tools that OpenAI's servers run.
 HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation")
-OWN = {"n", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
 SHOWN = {"description", "parameters", "strict"}  # fields of a function, besides its name, that chat has
 NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}  # of fields of chat
 
 
 class Piece(Body):
-    """A piece of text in an item."""
-
     # clients send answers back as they came
     ignored = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
     type: PieceType
@@ -71,14 +61,10 @@ def _joined(content: str | list[Piece] | None) -> str:
 
 
 class Item(Body):
-    """Base class of the items of a conversation."""
-
     ignored = frozenset({"id", "status"})
 
 
 class MessageItem(Item):
-    """A message."""
-
     ignored = Item.ignored | {"phase"}
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -86,8 +72,6 @@ class MessageItem(Item):
 
 
 class ReasoningItem(Item):
-    """Reasoning of the model."""
-
     ignored = Item.ignored | {"encrypted_content"}
     type: Literal["reasoning"]
     content: Pieces | None = None
@@ -95,8 +79,6 @@ class ReasoningItem(Item):
 
 
 class CallItem(CalledFunction, Item):
-    """A call of a function."""
-
     ignored = CalledFunction.ignored | Item.ignored | {"caller"}
     type: Literal["function_call"]
     call_id: Text
@@ -104,8 +86,6 @@ class CallItem(CalledFunction, Item):
 
 
 class ResultItem(Item):
-    """The result of a call."""
-
     ignored = Item.ignored | {"caller", "name", "namespace"}  # the call itself has them, too
     type: Literal["function_call_output"]
     call_id: Text
@@ -131,8 +111,6 @@ AnyItem = Annotated[
 
 
 class FunctionTool(Function):
-    """A function that the model may call."""
-
     ignored = frozenset({"output_schema"})
     type: Literal["function"]
     # accepted with the only value that changes nothing
@@ -157,23 +135,17 @@ class Namespace(Body):
 
 
 class NamedFunction(Body):
-    """The one function to call."""
-
     type: Literal["function"]
     name: Text
     namespace: Text | None = None
 
 
 class SchemaFormat(JsonSchema):
-    """JSON with a schema."""
-
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class TextOptions(Body):
-    """The form of the text."""
-
     format: Annotated[SimpleFormat | SchemaFormat, Field(discriminator="type")] = SimpleFormat(type="text")
     verbosity: Verbosity | None = None
 
@@ -188,13 +160,6 @@ class Reasoning(Body):
     mode: Literal["standard"] | None = None
 
 
-class ItemStreamOptions(StreamOptions):
-    """Options of a stream, whose last event always has the usage."""
-
-    include_usage: Literal[False] = False
-    continuous_usage_stats: Literal[False] = False
-
-
 STATELESS = refused("the server stores no responses: send the whole conversation as input")
 AnyTool = Annotated[
     Annotated[FunctionTool, Tag("tagged-function")]
@@ -207,8 +172,6 @@ AnyTools = Annotated[list[AnyTool], Field(fail_fast=True), at_most(MAX_TOOLS, "t
 
 
 class AllowedTools(Body):
-    """Some of the tools, and whether one of them must be called."""
-
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: AnyTools
@@ -223,11 +186,9 @@ AnyChoice = Annotated[
 ]
 
 
-class ResponseBody(SamplingFields):
-    """Body of ``POST /v1/responses``."""
-
+class ResponseBody(TranslatedFields):
     # of OpenAI's own tools, and of Codex; metadata are repeated in the response
-    ignored = (SamplingFields.ignored - {"metadata"}) | {"max_tool_calls", "client_metadata"}
+    ignored = (TranslatedFields.ignored - {"metadata"}) | {"max_tool_calls", "client_metadata"}
     input: Text | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "items")]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT32)
@@ -236,12 +197,7 @@ class ResponseBody(SamplingFields):
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
-    # extensions of OpenAI's API
-    include_reasoning: bool = True
-    chat_template_kwargs: Variables = Field(default_factory=dict)
     # accepted with the only value that changes nothing
-    n: Literal[1] = 1
-    stream_options: ItemStreamOptions | None = None
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
     background: Annotated[Literal[False], refused("responses cannot run in the background: leave it out", False)] = False
@@ -281,7 +237,7 @@ class ResponseBody(SamplingFields):
 
         Raises ``RequestValidationError`` for fields that cannot be combined, ``OutriderError`` if ``input`` has no messages.
         """
-        given = self.model_dump(include=SamplingFields.model_fields.keys() - OWN, exclude_unset=True)
+        given = self.sampling()
         tools = [
             _in_chat(namespace, function.name, **function.model_dump(include=SHOWN, exclude_none=True))
             for namespace, function in _functions(self.tools)
@@ -306,8 +262,6 @@ class ResponseBody(SamplingFields):
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
             "verbosity": self.text.verbosity,
-            "include_reasoning": self.include_reasoning,
-            "chat_template_kwargs": self.chat_template_kwargs,
             "tools": tools or None,
             "tool_choice": choice,
         }
@@ -374,9 +328,9 @@ def _name_in_chat(namespace: str | None, name: str) -> str:
 
 
 def _items_as_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return items as messages. Reasoning, text and calls that follow each other in this order are one message.
+    """Return items as messages. Reasoning, texts and calls that follow each other are one message, as in answers of chat.
 
-    So is text after calls, as in answers of chat: templates expect the results right after the message with the calls.
+    Templates expect the results right after the message with the calls.
     """
     messages: list[dict[str, Any]] = []
     for item in items:
@@ -385,25 +339,11 @@ def _items_as_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _joined(item.content)})
         elif isinstance(item, MessageItem):
-            _add_text(messages, _joined(item.content))
+            said = _joined(item.content).removeprefix("\n")  # ``joined`` puts one between texts
+            messages.append({"role": "assistant", "content": said})
         elif isinstance(item, CallItem):
             function = {"name": _name_in_chat(item.namespace, item.name), "arguments": item.arguments}
-            _assistant(messages, "tool_calls").setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+            messages.append({"role": "assistant", "tool_calls": [{"id": item.call_id, "function": function}]})
         elif isinstance(item, ReasoningItem) and (thoughts := _joined(item.content) or _joined(item.summary)):
-            _assistant(messages, "reasoning_content")["reasoning_content"] = thoughts
-    return messages
-
-
-def _add_text(messages: list[dict[str, Any]], text: str) -> None:
-    last = messages[-1] if messages else {}
-    if "tool_calls" in last:
-        last["content"] = last.get("content", "") + text
-    else:
-        _assistant(messages, "content")["content"] = text
-
-
-def _assistant(messages: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the assistant's message that gets a field: the last message, or a new one."""
-    if not messages or messages[-1]["role"] != "assistant" or messages[-1].keys() & NEW_MESSAGE_AFTER[name]:
-        messages.append({"role": "assistant"})
-    return messages[-1]
+            messages.append({"role": "assistant", "reasoning_content": thoughts})
+    return joined(messages, ("assistant",))

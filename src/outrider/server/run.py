@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import resource
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from time import monotonic
 from types import FrameType
@@ -21,11 +19,11 @@ from outrider.errors import OutriderError, without_path
 from outrider.server.app import create_app
 from outrider.server.bridge import EngineBridge
 from outrider.server.config import KeyRing, ServerConfig, is_loopback
-from outrider.server.connection import QuietAccepting, TimedProtocol
+from outrider.server.connection import TimedProtocol
 from outrider.server.gate import JsonLines
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
     from outrider.engine.llm import LLM
 
@@ -41,17 +39,10 @@ class GracefulServer(uvicorn.Server):
     A second signal ends the process immediately. Even if something hangs, it ends within ``grace`` seconds of the first one.
     """
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        bridge: EngineBridge,
-        facts: dict[str, Any],
-        grace: float,
-        end: Callable[[int], None] = os._exit,
-    ) -> None:
-        """``grace``: maximum seconds from the first signal to the exit; ``end(code)`` exits immediately."""
+    def __init__(self, config: uvicorn.Config, bridge: EngineBridge, facts: dict[str, Any], grace: float) -> None:
+        """``grace``: maximum seconds from the first signal to the exit."""
         super().__init__(config)
-        self._bridge, self._facts, self._grace, self._end = bridge, facts, grace, end
+        self._bridge, self._facts, self._grace = bridge, facts, grace
         self._closing = min(CLOSING, grace / 2)
         self._deadline: float | None = None  # for running responses; set by the first signal
         self.last_resort = threading.Timer(grace, self._end_late)
@@ -59,7 +50,6 @@ class GracefulServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Log the address once the server listens."""
-        asyncio.get_running_loop().set_exception_handler(QuietAccepting())
         await super().startup(sockets)
         logger.info("ready", extra={"facts": self._facts})
 
@@ -67,7 +57,7 @@ class GracefulServer(uvicorn.Server):
         """Start the shutdown. Unlike uvicorn's, do not raise the signal again: a requested shutdown is not an error."""
         if self._deadline is not None:
             logger.warning("second signal received: exiting immediately")
-            self._end(128 + sig)
+            os._exit(128 + sig)
         else:
             self._bridge.is_draining = True
             self._deadline = monotonic() + self._grace - self._closing
@@ -75,7 +65,7 @@ class GracefulServer(uvicorn.Server):
 
     def _end_late(self) -> None:
         logger.error("shutdown took longer than shutdown_grace (%g s): exiting immediately", self._grace)
-        self._end(1)
+        os._exit(1)
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to stop listening. uvicorn asks ten times a second, then waits until answers are sent."""
@@ -105,7 +95,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket, opened before the model is loaded. Raises ``OutriderError`` if the address is taken."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address[:2], family=family)
+        listener = socket.create_server(address, family=family)
         # Connections inherit TCP_NODELAY. asyncio sets it only on sockets with a protocol number, which create_server omits.
         # Without it, the data after a first chunk waits for a delayed acknowledgement, 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -115,13 +105,18 @@ def listen(host: str, port: int) -> socket.socket:
         raise OutriderError(f"cannot listen on {host} port {port} ({why}): choose another --port or --host") from None
 
 
+def url_of(host: str, port: int) -> str:
+    """Return the URL of a server on a host, which may be an IPv6 address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def most_connections() -> int:
     """Return the number of connections that leave descriptors of this process for its files and workers."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(limit - RESERVED_FILES, limit // 2)
 
 
-def connections(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+def connections(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     """Return uvicorn's configuration: no access log, and limits on headers, connections and their times."""
     times = {"header_timeout": config.header_timeout, "idle_timeout": config.idle_timeout}
     protocol = partial(TimedProtocol, max_connections=most_connections(), **times)
@@ -142,9 +137,8 @@ def serve(llm: LLM, config: ServerConfig, keys: KeyRing, listener: socket.socket
     app = create_app(llm, config, keys, host)
     if not is_loopback(host) and not len(keys):
         logger.warning("the server is reachable from other machines without an API key: set --api-keys")
-    name = f"[{host}]" if ":" in host else host
     facts = {
-        "url": f"http://{name}:{port}",
+        "url": url_of(host, port),
         "model": config.name,
         "method": llm.proposer.name,
         "drafter": llm.drafter,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import monotonic
@@ -53,11 +53,6 @@ PING_INTERVAL = 15.0  # seconds without an event after which a stream gets a pin
 NO_RETRY = {"x-should-retry": "false"}  # otherwise OpenAI's and Anthropic's clients send the request again
 
 
-def max_total_logprobs(max_len: int) -> int:
-    """Return the limit of log-probabilities in a call: at least those of an answer as long as the context."""
-    return max(MAX_TOTAL_LOGPROBS, max_len * (MAX_LOGPROBS + 1))
-
-
 class Service:
     """Handlers of the API routes."""
 
@@ -65,7 +60,7 @@ class Service:
         self.llm, self.config = llm, config
         self.bridge = EngineBridge(llm, config.max_queue, config.stream_interval)
         self.metrics = Metrics(self.bridge, config.name)
-        self._max_total_logprobs = max_total_logprobs(llm.runner.max_len)
+        self._max_total_logprobs = max(MAX_TOTAL_LOGPROBS, llm.runner.max_len * (MAX_LOGPROBS + 1))
         self._tokens = TokenTexts(llm.tokenizer)
         self._replies = Replies(llm.tokenizer)
         # For slow work, and all work with the tokenizer, which is not thread-safe.
@@ -83,12 +78,14 @@ class Service:
         self.check_model(body.model)
         given, call = body.prompts(), http.state.call
         answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens)
-        answer.shows_special = not body.skip_special_tokens
 
         async def encode() -> list[list[int]]:
             prompts = await self._prompts.encode(given, call.client)
             if body.echo:
                 answer.echoes = await self._echoes(given, prompts, body)
+            if body.logprobs is not None:
+                ends = [self._token_ends(prompt, body) for prompt in prompts for _ in range(body.n)]
+                answer.token_ends |= enumerate(ends)
             return prompts
 
         params = partial(body.params, body.max_tokens, body.logprobs)
@@ -100,7 +97,15 @@ class Service:
         texts = [each if isinstance(each, str) else await self._in_helper_thread(partial(decode, each)) for each in given]
         if body.logprobs is None:
             return [Echo(text) for text in texts]
-        return [Echo(*each) for each in zip(texts, prompts, strict=True)]
+        begins = [await self._in_helper_thread(partial(self._token_ends((), body).add, prompt)) for prompt in prompts]
+        # The client's text may be shorter than that of its tokens.
+        offsets = [[min(begin, len(text)) for begin in each] for text, each in zip(texts, begins, strict=True)]
+        return [Echo(*each) for each in zip(texts, prompts, offsets, strict=True)]
+
+    def _token_ends(self, prompt: Sequence[int], body: SamplingFields, delimiters: frozenset[int] = frozenset()) -> TokenEnds:
+        """Return the places of the tokens after a prompt."""
+        make = self.llm.engine.scheduler.make_detokenizer
+        return TokenEnds() if make is None else TokenEnds(make(prompt, body.skip_special_tokens, delimiters))
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
@@ -142,10 +147,9 @@ class Service:
             readers = await self._in_helper_thread(lambda: self._replies.readers(body, prompts[0]))
             answer.replies |= enumerate(readers)
             answer.preamble = readers[0].preamble
-            make = self.llm.engine.scheduler.make_detokenizer
-            if make is not None and readers[0].may_reason:
-                detokenizers = [make(prompts[0], body.skip_special_tokens, answer.delimiters) for _ in readers]
-                answer.token_ends |= enumerate(map(TokenEnds, detokenizers))
+            if readers[0].may_reason:
+                ends = [self._token_ends(prompts[0], body, answer.delimiters) for _ in readers]
+                answer.token_ends |= enumerate(ends)
             return prompts
 
         params = partial(body.params, max_tokens, body.num_logprobs())
@@ -195,7 +199,7 @@ class Service:
         for pool in self.pools:
             await pool.stop()
         self._grammar_thread.shutdown(wait=False)
-        self._helper_thread.shutdown(wait=self._record is not None)
+        self._helper_thread.shutdown(wait=False)
         if self._record is not None:
             self._record.close()
 
@@ -239,7 +243,7 @@ class Service:
             stream = self.bridge.submit(samples, deadline, call.client)
         self.metrics.accepted(prompts)
         if self._record is not None:
-            self._helper_thread.submit(self._record.add, body)
+            self._record.add(body)
         running = RunningAnswer(stream, answer, call, self.metrics, params)
         if body.stream:
             return EventStream(running, body.stream_options or StreamOptions())

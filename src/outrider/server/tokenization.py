@@ -10,8 +10,6 @@ from outrider.server.protocol import Body, Messages, Text, TokenIds, Tools, Vari
 
 
 class TokenizeBody(Body):
-    """Body of ``POST /tokenize``: a prompt as for completions, or messages as for chat completions."""
-
     model: Text | None = None
     prompt: Text | None = None
     messages: Messages | None = None
@@ -46,7 +44,5 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Body of ``POST /detokenize``."""
-
     model: Text | None = None
     tokens: TokenIds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,11 @@ import uvicorn
 from tiny_folder import make_folder
 
 from outrider.engine.llm import LLM
+from outrider.server.config import ServerConfig
 from outrider.server.demo import race
+from outrider.server.demo.app import LIMITS, Demo
 from outrider.server.demo.track import Track
+from outrider.server.run import connections, listen
 
 from ..served import TLS, until
 
@@ -79,9 +81,12 @@ class Visit:
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[Server]:
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
+def serving(demo: Demo, **limits: float) -> Iterator[Server]:
+    listening = listen("127.0.0.1", 0)
+    config = ServerConfig(**LIMITS | limits)
+    settings = connections(demo.app(config, "127.0.0.1"), config)
+    settings.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from outrider.server.config import ServerConfig
 from outrider.server.demo import app
 from outrider.server.demo.app import Demo
 from outrider.server.demo.track import MAX_PROMPT, RaceRequest
@@ -67,8 +68,8 @@ def demo(track: HandTrack, monkeypatch: pytest.MonkeyPatch) -> Demo:
 
 
 @pytest.fixture
-def server(demo: Demo, track: HandTrack) -> Iterator[Server]:
-    with serving(demo.app()) as server:
+def server(demo: Demo, track: HandTrack, request: pytest.FixtureRequest) -> Iterator[Server]:
+    with serving(demo, **getattr(request, "param", {})) as server:
         yield server
         track.may_end.set()
     demo.close()
@@ -96,12 +97,12 @@ def server(demo: Demo, track: HandTrack) -> Iterator[Server]:
         ({"max_tokens": 2.5}, 400, "max_tokens: expected a valid integer"),
         ({"colour": "red"}, 400, "colour: unknown field"),
         (b"[" * 1900, 400, "Invalid JSON"),
-        (b" " * (app.MAX_BODY + 1), 413, "longer than 32768 bytes"),
+        (b" " * 32_769, 413, "larger than 32768 bytes"),
     ],
 )
 def test_invalid_input_gives_one_line(server: Server, demo: Demo, body: Any, status: int, told: str) -> None:
     answer = server.ask("POST", "/api/race", body if isinstance(body, bytes) else json.dumps(GOOD | body).encode())
-    message = answer.json()["error"]
+    message = answer.json()["error"]["message"]
     assert answer.status_code == status and told in message and "\n" not in message
     assert len(demo.line) == 0
 
@@ -113,7 +114,7 @@ def test_a_visitor_who_leaves_during_the_upload_is_no_failure(demo: Demo) -> Non
     async def left() -> dict[str, str]:
         return {"type": "http.disconnect"}
 
-    asyncio.run(demo.app()(scope, left, asyncio.Queue().put))  # type: ignore[arg-type]
+    asyncio.run(demo.app(ServerConfig(), "127.0.0.1")(scope, left, asyncio.Queue().put))  # type: ignore[arg-type]
 
 
 def test_other_types_paths_and_verbs_are_refused(server: Server) -> None:
@@ -174,8 +175,8 @@ def test_a_visitor_who_finds_the_queue_full_takes_no_time_of_the_engine(server: 
         visit.rest()
 
 
-def test_a_body_that_does_not_arrive_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
+@pytest.mark.parametrize("server", [{"body_timeout": 0.1}], indirect=True)
+def test_a_body_that_does_not_arrive_is_refused(server: Server) -> None:
     head = b"POST /api/race HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as slow:
         slow.sendall(head)
@@ -184,7 +185,7 @@ def test_a_body_that_does_not_arrive_is_refused(server: Server, monkeypatch: pyt
 
 def test_other_hosts_are_refused_on_a_loopback_address(server: Server) -> None:
     answer = httpx.get(server.url + "/api/about", headers={"host": "evil.example"}, verify=TLS)
-    assert answer.status_code == 403 and "expected localhost or a loopback address" in answer.json()["error"]
+    assert answer.status_code == 403 and "expected localhost or a loopback address" in answer.json()["error"]["message"]
 
 
 def test_a_tab_closed_during_its_race_frees_the_place(server: Server, track: HandTrack, demo: Demo) -> None:
@@ -200,10 +201,8 @@ def test_a_tab_closed_during_its_race_frees_the_place(server: Server, track: Han
     until(lambda: track.closed == ["first", "second"])
 
 
-def test_a_visitor_who_does_not_read_does_not_delay_others(
-    server: Server, track: HandTrack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "UNREAD", 0.5)
+@pytest.mark.parametrize("server", [{"idle_timeout": 0.5}], indirect=True)
+def test_a_visitor_who_does_not_read_does_not_delay_others(server: Server, track: HandTrack) -> None:
     track.padding = "x" * 1_000_000
     body = json.dumps(GOOD | {"prompt": "silent"}).encode()
     head = (

@@ -39,7 +39,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def server(track: Track) -> Iterator[Server]:
     demo = Demo(track, {"target": "tiny", "draft": "twin", "plain_tok_s": 100.0})
-    with serving(demo.app()) as server:
+    with serving(demo) as server:
         yield server
     demo.close()
 

@@ -207,6 +207,6 @@ def test_a_lossy_verifier_is_reported_once_not_for_every_visitor(
 ) -> None:
     track = loaded(folders, verifier="typical")
     caplog.clear()
-    with serving(Demo(track, {}).app()) as server:
+    with serving(Demo(track, {})) as server:
         assert server.ask("GET", "/api/about").json()["lossless"] is False
     assert "lossy" not in caplog.text

@@ -17,35 +17,36 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.server.config import ServerConfig, host_error
+from outrider.server.config import KeyRing, ServerConfig
 from outrider.server.demo.race import Event
 from outrider.server.demo.track import MAX_PROMPT, MAX_TOKENS, RaceRequest, Track
+from outrider.server.gate import Gate, error_response
 from outrider.server.mistakes import mistakes
+from outrider.server.service import as_http_error
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 PAGE = Path(__file__).parent / "page"
-MAX_BODY = 32_768  # bytes of a request
-BODY_SECONDS = 30.0  # until a request must be complete
+# Of ``ServerConfig``: bytes of a request, seconds until a visitor who does not read messages leaves the queue.
+LIMITS: dict[str, Any] = {"max_body": 32_768, "idle_timeout": 10.0}
 MAX_WAITING = 32  # visitors in the queue, the racing one included
 HEARTBEAT = 2.0  # seconds between queue position updates
-UNREAD = 10.0  # seconds until a visitor who does not read messages leaves the queue
-HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
+HEADERS = [
+    (b"content-security-policy", b"default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+]
 
 
 class Demo:
@@ -57,16 +58,17 @@ class Demo:
         self.line: list[asyncio.Event] = []  # the places of visitors, each set when it moves up; the first one races
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="demo-engine")
 
-    def app(self, host: str = ServerConfig.host, address: str = ServerConfig.host) -> ASGIApp:
-        """Return the application. ``host``: as configured; ``address``: on which the server listens."""
+    def app(self, config: ServerConfig, address: str) -> Starlette:
+        """Return the application. ``address``: on which the server listens."""
         routes = [
             Route("/", self._index),
             Route("/api/about", self._tell),
             Route("/api/race", self._race, methods=["POST"]),
             Mount("/page", StaticFiles(directory=PAGE)),
         ]
-        kinds: tuple[type[Exception], ...] = (HTTPException, OutriderError, ClientDisconnect, Exception)
-        return with_headers(Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error)), host, address)
+        layers = [Middleware(with_headers), Middleware(Gate, config=config, keys=KeyRing(), address=address)]
+        kinds: tuple[type[Exception], ...] = (HTTPException, OutriderError, ClientDisconnect)
+        return Starlette(routes=routes, middleware=layers, exception_handlers=dict.fromkeys(kinds, on_error))
 
     async def _index(self, request: Request) -> Response:
         return Response((PAGE / "index.html").read_bytes(), media_type="text/html")
@@ -82,11 +84,7 @@ class Demo:
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(415, "send application/json")  # pages of other sites cannot send it
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await self._body(request)
-            wanted = RaceRequest.model_validate_json(body)
-        except TimeoutError:
-            raise HTTPException(408, "the body did not arrive in time") from None
+            wanted = RaceRequest.model_validate_json(await request.body())
         except ValidationError as error:
             raise OutriderError(mistakes(error.errors())) from None
         return partial(self._stream, wanted)
@@ -98,28 +96,11 @@ class Demo:
         """
         if len(self.line) >= MAX_WAITING:
             full = f"{MAX_WAITING - 1} visitors are already waiting: try again in a minute"
-            await refusal(full, 429, {"Retry-After": "30"})(scope, receive, send)
-            return
-
-        async def send_in_time(message: Message) -> None:
-            await asyncio.wait_for(send(message), UNREAD)
-
+            raise HTTPException(429, full, {"Retry-After": "30"})
         with self._place() as place:
             prompt = await self._in_thread(lambda: self._track.encode(wanted))
             async with aclosing(self._events(place, wanted, prompt)) as events:
-                stream = StreamingResponse(_written(events), media_type="text/event-stream")
-                try:
-                    await stream(scope, receive, send_in_time)
-                except (TimeoutError, ClientDisconnect):
-                    logger.info("a visitor stopped reading: the next one starts")
-
-    async def _body(self, request: Request) -> bytes:
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY:
-                raise HTTPException(413, f"the body is longer than {MAX_BODY} bytes")
-        return body
+                await StreamingResponse(_written(events), media_type="text/event-stream")(scope, receive, send)
 
     @contextmanager
     def _place(self) -> Iterator[asyncio.Event]:
@@ -166,32 +147,20 @@ async def _written(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes,
         yield b"data: " + json.dumps(event, allow_nan=False).encode() + b"\n\n"
 
 
-def refusal(message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": message}, status_code=status, headers=headers)
-
-
 async def on_error(request: Request, error: Exception) -> Response:
-    """Return an error of the client as one line; any other one says that the server failed."""
-    if isinstance(error, HTTPException):
-        return refusal(error.detail, error.status_code, error.headers)
-    is_client = isinstance(error, (OutriderError, ClientDisconnect))
-    return refusal(str(error), 400) if is_client else refusal("the server failed", 500)
+    """Return an error as one line, like the server of ``outrider serve``."""
+    return error_response(request.url.path, request.state.call, *as_http_error(error))
 
 
-def with_headers(app: ASGIApp, host: str, address: str) -> ASGIApp:
-    """Wrap an application: refuse other hosts (``host_error``), and send headers against external resources and framing."""
+def with_headers(app: ASGIApp) -> ASGIApp:
+    """Wrap an application: send headers against external resources and framing."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         async def start(message: Message) -> None:
             if message["type"] == "http.response.start":
-                added = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message["headers"], *added]}
+                message = {**message, "headers": [*message["headers"], *HEADERS]}
             await send(message)
 
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        why = host_error(Headers(scope=scope).get("host"), address, host)
-        await (app if why is None else refusal(why, 403))(scope, receive, start)
+        await app(scope, receive, start)
 
     return wrapped

@@ -18,7 +18,7 @@ export async function race(wanted, handle, signal) {
   });
   if (!response.ok) {
     const told = await response.json().catch(() => ({}));
-    throw new Refused(told.error ?? `The server answered ${response.status}.`);
+    throw new Refused(told.error?.message ?? `The server answered ${response.status}.`);
   }
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
