@@ -99,7 +99,7 @@ def test_a_config_with_invalid_json(outrider: Run, target: Path, tmp_path: Path)
 
 
 WRONG_CONFIGS: list[tuple[Any, str]] = [
-    ([], "must be an object, not a list"),
+    ([], "must be an object, got a list"),
     (None, "must be an object"),
     ({"num_attention_heads": 0}, "num_attention_heads=0: expected a whole number from 1 to"),
     ({"num_attention_heads": "x"}, "'num_attention_heads' expected int, got str"),

@@ -233,7 +233,7 @@ def test_weights_of_another_shape(broken):
         ),
         ({"dtype": "float12"}, "says dtype='float12': expected a dtype such as bfloat16"),
         ({"dtype": None, "torch_dtype": "tensor"}, "says dtype='tensor': expected a dtype such as bfloat16"),
-        ([1, 2], "config.json must be an object, not a list"),
+        ([1, 2], "config.json must be an object, got a list"),
     ],
 )
 def test_an_invalid_config_gives_a_one_line_error(broken, change, reason, capfd):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import ModelOutput
 
 from outrider.errors import errors_as, first_line
-from outrider.files import expanded, is_path, not_a_model_folder
+from outrider.files import expanded, is_path, not_a_model_folder, object_in
 from outrider.hub import expected_of, fetch_configs, fetch_weights, is_cached_only, is_hub_id
 from outrider.memory import on_this_machine, require_memory, weight_bytes, weight_files
 from outrider.runner import attention, gguf, recurrence
@@ -299,11 +298,7 @@ def refuse_custom_code(source: str | Path, error: BaseException) -> None:
 
 def has_own_code(folder: Path) -> bool:
     """Return whether the config or the tokenizer of a folder names Python code, which needs ``trust_remote_code``."""
-    found = False
-    for name in ("config.json", "tokenizer_config.json"):
-        with suppress(OSError, ValueError, TypeError, RecursionError):  # none, or broken: reported when it is loaded
-            found |= "auto_map" in json.loads((folder / name).read_bytes())
-    return found
+    return any("auto_map" in object_in(folder / name) for name in ("config.json", "tokenizer_config.json"))
 
 
 def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -348,7 +343,7 @@ def _drop_default_ends(config: PreTrainedConfig, file: Path) -> None:
     """Remove the end-of-text ids that the classes of a config and of its text config set, unless its file states them."""
     if not file.is_file():  # a GGUF file without a config: its header states them
         return
-    stated, text = json.loads(file.read_bytes()), text_config(config)
+    stated, text = object_in(file), text_config(config)
     is_inside = any("eos_token_id" in part for part in stated.values() if isinstance(part, dict))
     if "eos_token_id" not in stated and not (text is config and is_inside):
         vars(config)["eos_token_id"] = None  # some classes refuse None

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from outrider.errors import first_line, is_failure
+from outrider.files import object_in, read_object
 from outrider.hub import TOKENIZER, fetch_configs
 from outrider.memory import on_this_machine
 from outrider.runner import gguf
@@ -136,8 +137,9 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTr
         if gguf.find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
             load_config(source, trust_remote_code)
         refuse_custom_code(source, error)
-        why = first_line(error) if folder is None else tokenizer_problem(folder, error)
-        raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {why}") from error
+        what = f"cannot load a tokenizer from {str(source)!r}"
+        why = first_line(error) if folder is None else _problem(folder, error, what)
+        raise OutriderError(f"{what}: {why}") from error
     if folder is not None:
         _add_template(tokenizer, folder)
     _loaded_sizes[tokenizer] = len(tokenizer)
@@ -148,10 +150,9 @@ def _add_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Set a tokenizer's chat template from chat_template.json, where older multimodal models have it, if it has no other."""
     if tokenizer.chat_template:
         return
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no such file, or a file of something else
-        found = json.loads((folder / "chat_template.json").read_bytes())["chat_template"]
-        if isinstance(found, str):
-            tokenizer.chat_template = found
+    found = object_in(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, str):
+        tokenizer.chat_template = found
 
 
 def has_tokenizer(source: str | Path) -> bool:
@@ -184,16 +185,15 @@ def check_merges(folder: Path) -> None:
         raise OutriderError(f"{file}: the merge {broken} must continue with the continuing_subword_prefix {prefix!r}")
 
 
-def tokenizer_problem(folder: Path, error: BaseException) -> str:
-    """Say why the tokenizer in a folder cannot be loaded: name a file that is missing or broken, else quote the error."""
+def _problem(folder: Path, error: BaseException, what: str) -> str:
+    """Say why the tokenizer in a folder cannot be loaded: name a file that is missing, else quote the error.
+
+    Raises ``OutriderError``, whose message begins with ``what``, for a file that is not JSON.
+    """
     present = _vocabulary_files(folder)
     for name in (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json"):
-        if not (name.endswith(".json") and (folder / name).is_file()):
-            continue
-        try:
-            json.loads((folder / name).read_bytes())
-        except (ValueError, RecursionError) as broken:
-            return f"{name} is not JSON: {first_line(broken)}"
+        if name.endswith(".json") and (folder / name).is_file():
+            read_object(folder / name, what)
     if not present:
         files = f"{', '.join(TOKENIZER_FILES[:-1])} or {TOKENIZER_FILES[-1]}"
         if not (folder / "config.json").is_file():
