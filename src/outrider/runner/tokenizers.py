@@ -30,8 +30,6 @@ from outrider.types import OutriderError
 
 # Compared: the first in both folders.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
-# Of a tokenizer with a tokenizer.json; the first two are in every such folder.
-LOADED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 VOCABULARY_SUFFIXES = (".model", ".tiktoken", ".spm")
 CONTINUED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')  # a prefix that is not empty
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -97,22 +95,24 @@ def check_same_files(target: Path, draft: Path) -> None:
 def is_tokenizer_of(tokenizer: PreTrainedTokenizerBase, source: str | Path) -> bool:
     """Return whether ``load_tokenizer`` read a tokenizer from files equal to those of another source.
 
-    False if tokens were added to it since.
+    False if tokens were added to it since: a draft has no embeddings for them.
     """
     if _loaded_sizes.get(tokenizer) != len(tokenizer):
         return False
-    own, other = Path(str(tokenizer.name_or_path)), gguf.find(source)
-    if own.suffix == ".gguf":
-        return own.is_file() and other is not None and gguf.has_equal_tokenizer(own, source)
-    folders = [on_this_machine(each) for each in (str(tokenizer.name_or_path), source)]
-    found = [None if folder is None else [_content(folder / name) for name in LOADED_FILES] for folder in folders]
-    return found[0] is not None and found[0] == found[1] and None not in found[0][:2]
+    own, other = gguf.find(tokenizer.name_or_path), gguf.find(source)
+    if own is not None and other is not None:
+        return _stated(own) == _stated(other)
+    folders = on_this_machine(tokenizer.name_or_path), on_this_machine(source)
+    with suppress(OSError):  # a file is missing, or is reported when it is loaded
+        if folders[0] is not None and folders[1] is not None:
+            return all(filecmp.cmp(folders[0] / name, folders[1] / name, shallow=False) for name in TOKENIZER[1:])
+    return False
 
 
-def _content(file: Path) -> bytes | None:
-    with suppress(OSError):  # missing, or reported when the tokenizer is loaded
-        return file.read_bytes()
-    return None
+def _stated(path: Path) -> tuple[object, ...]:
+    """Return the vocabulary of a GGUF file, and its tokens for the begin and the end of a text."""
+    file = gguf.GgufFile.open(path)
+    return file.vocabulary(), *(file.entry(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
 
 
 def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -61,22 +61,6 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
     return tokenizer
 
 
-def has_equal_tokenizer(path: Path, source: str | Path) -> bool:
-    """Return whether ``load_tokenizer`` reads the same tokenizer, but for its template, from a GGUF file and a source."""
-    other = find(source)
-    if other is None or has_own_file(source, other, *OWN_FILES):
-        return False
-    files = GgufFile.open(path), GgufFile.open(other)
-    kinds, entries = zip(*((file.architecture, _raw_entries(file)) for file in files), strict=True)
-    return kinds[0] == kinds[1] and entries[0] == entries[1]
-
-
-def _raw_entries(file: GgufFile) -> dict[str, list[bytes]]:
-    """Return the bytes of the header's entries about the tokenizer, without templates."""
-    names = [name for name in file.fields if name.startswith("tokenizer.") and not name.startswith("tokenizer.chat_template")]
-    return {name: [part.tobytes() for part in file.fields[name].parts] for name in names}
-
-
 def _entries(file: GgufFile, group: str) -> dict[str, Any]:
     """Return entries of the header by transformers' names: those of the tokenizer, or the options of its class."""
     found = {}
