@@ -888,6 +888,13 @@ def test_scales_that_are_nan_are_rejected_with_the_name_of_their_tensor(tmp_path
     assert "tensor blk.1.attn_q.weight: scales are NaN or infinite" in refusal(path)
 
 
+def test_exponents_beyond_float32_are_rejected(tmp_path):
+    rows = torch.zeros(1, 17, dtype=torch.uint8)
+    rows[0, 0] = 253
+    with pytest.raises(OutriderError, match="NaN or exponents beyond float32"):
+        codes.pack(rows, "MXFP4")
+
+
 def test_the_files_beside_a_file_do_not_count_if_the_file_was_given(tmp_path):
     gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), KINDS["Q8_0"])
     make_tokenizer(300).save_pretrained(tmp_path)
