@@ -888,6 +888,24 @@ def test_scales_that_are_nan_are_rejected_with_the_name_of_their_tensor(tmp_path
     assert "tensor blk.1.attn_q.weight: scales are NaN or infinite" in refusal(path)
 
 
+@pytest.mark.parametrize("index", [320, 2**32 - 1])
+def test_a_special_token_beyond_the_vocabulary_is_refused(index, tmp_path):
+    def change(writer):
+        writer.add_uint32("tokenizer.ggml.padding_token_id", index)
+
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), KINDS["Q8_0"], change)
+    with pytest.raises(OutriderError, match=f"its padding token has the id {index}, but its vocabulary has 320 tokens"):
+        tokenizers.load_tokenizer(tmp_path / "model.gguf")
+
+
+def test_the_image_encoder_beside_a_file_takes_no_memory(tmp_path, monkeypatch):
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), KINDS["Q8_0"])
+    size = (tmp_path / "model.gguf").stat().st_size
+    (tmp_path / "mmproj-model.gguf").write_bytes(bytes(2 * size))
+    monkeypatch.setattr(memory, "total_memory", lambda: 2 * size)
+    load(tmp_path)
+
+
 def test_exponents_beyond_float32_are_rejected(tmp_path):
     rows = torch.zeros(1, 17, dtype=torch.uint8)
     rows[0, 0] = 253

@@ -26,6 +26,7 @@ from outrider.hub import is_cached_only
 from outrider.runner.gguf.file import TOKENS, GgufFile
 from outrider.runner.gguf.source import find, has_own_file
 from outrider.runner.gguf.splits import ADDING_BOS, IGNORING_MERGES, NORMALISED, is_known, pre_tokenizer_of
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,10 @@ def _complete(options: dict[str, Any], entries: Mapping[str, Any], file: GgufFil
         options["chat_template"] = {name: template for name, template in templates.items() if template is not None}
     for name, key in SPECIAL_TOKENS.items():
         index = file.entry(f"tokenizer.ggml.{key}_token_id")
-        options[f"{name}_token"] = None if index is None else entries["tokens"][index]
+        if index is not None and not 0 <= index < len(file.tokens):
+            problem = f"its {key} token has the id {index}, but its vocabulary has {len(file.tokens)} tokens"
+            raise OutriderError(f"{file.path} is damaged: {problem}; download it again")
+        options[f"{name}_token"] = None if index is None else file.tokens[index]
 
 
 def _by_transformers(entries: dict[str, Any], architecture: str) -> Tokenizer:
