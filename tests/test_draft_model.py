@@ -272,6 +272,10 @@ def test_a_draft_that_does_not_fit_is_rejected_in_one_line(make, message, tmp_pa
     [
         (lambda text: "{", "cannot load a tokenizer from .*: tokenizer.json is not JSON"),
         (lambda text: "[" * 100_000, "cannot load a tokenizer from .*: tokenizer.json is not JSON"),
+        (  # the tokenizers library would end the process
+            lambda text: text.replace('"continuing_subword_prefix": null', '"continuing_subword_prefix": "x"'),
+            "must continue with the continuing_subword_prefix 'x'",
+        ),
     ],
 )
 def test_a_draft_whose_tokenizer_is_broken_is_refused(write, message, tmp_path):

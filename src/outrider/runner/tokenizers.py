@@ -31,6 +31,7 @@ from outrider.types import OutriderError
 # Compared: the first in both folders.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 VOCABULARY_SUFFIXES = (".model", ".tiktoken", ".spm")
+CONTINUED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')  # a prefix that is not empty
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token of SentencePiece for one byte
 SENTENCEPIECE = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
@@ -122,6 +123,8 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTr
     refuse_missing(source)
     fetch_configs(source, TOKENIZER)
     folder = on_this_machine(source)
+    if folder is not None:
+        check_merges(folder)
     try:
         tokenizer = gguf.load_tokenizer(source, trust_remote_code)
         tokenizer.decode(tokenizer.encode("Text."))  # some errors in the files show only here
@@ -162,6 +165,24 @@ def _vocabulary_files(folder: Path) -> list[str]:
     """Return the names of the files in a folder that may hold a vocabulary, those of ``TOKENIZER_FILES`` first."""
     others = {file.name for file in folder.iterdir() if file.suffix in VOCABULARY_SUFFIXES}.difference(TOKENIZER_FILES)
     return [name for name in (*TOKENIZER_FILES, *sorted(others)) if (folder / name).is_file()]
+
+
+def check_merges(folder: Path) -> None:
+    """Raise ``OutriderError`` for merges in a folder's tokenizer.json that make the tokenizers library abort the process.
+
+    It removes ``continuing_subword_prefix`` from each second part of a merge without checking that the part has it.
+    """
+    file = folder / "tokenizer.json"
+    try:
+        content = file.read_bytes()
+        model = json.loads(content)["model"] if CONTINUED.search(content) else {}
+        prefix, merges = model.get("continuing_subword_prefix"), model.get("merges") or []
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        broken = next((pair for pair in pairs if prefix and not str(pair[-1]).startswith(prefix)), None)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # reported when it is loaded
+        return
+    if broken is not None:
+        raise OutriderError(f"{file}: the merge {broken} must continue with the continuing_subword_prefix {prefix!r}")
 
 
 def _problem(folder: Path, error: BaseException, what: str) -> str:
