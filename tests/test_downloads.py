@@ -296,7 +296,7 @@ def test_after_an_unreachable_hub_a_command_is_offline(served, monkeypatch):
     assert constants.HF_HUB_OFFLINE
 
 
-@pytest.mark.parametrize("url", ["http://host:abc", "http://[host"])
+@pytest.mark.parametrize("url", ["http://host:abc", "huggingface.co"])
 def test_an_invalid_address_of_the_hub_is_refused_in_one_line(url, served, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", url)
     with pytest.raises(OutriderError, match=rf"^HF_ENDPOINT={re.escape(url)} is not a URL such as https://huggingface\.co: "):
@@ -396,7 +396,9 @@ def test_without_the_hub_a_download_that_lacks_a_shard_is_named(served):
     (folder / "model-00002-of-00002.safetensors").unlink()
     forget()
     served.failure = 503
-    with pytest.raises(OutriderError, match=r"the weights of a/sharded are not in the download cache, and .* hub fails: download"):
+    with pytest.raises(
+        OutriderError, match=r"the weights of a/sharded are not in the download cache, and .* hub fails: download"
+    ):
         hub.fetch_weights("a/sharded")
 
 

@@ -93,7 +93,9 @@ def test_without_the_hub_the_cache_is_searched(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub, "_listed", lambda *_: pytest.fail("the hub was asked"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(OutriderError, match=r"no model 'a/b-GGUF': .* nor in the download cache, and .* HF_HUB_OFFLINE is set: check"):
+    with pytest.raises(
+        OutriderError, match=r"no model 'a/b-GGUF': .* nor in the download cache, and .* HF_HUB_OFFLINE is set: check"
+    ):
         hub.local_gguf("a/b-GGUF")
     repository = tmp_path / "models--a--b-GGUF"
     file = repository / "snapshots" / "c0" / "b-Q8_0.gguf"
@@ -102,7 +104,9 @@ def test_without_the_hub_the_cache_is_searched(monkeypatch, tmp_path):
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c0")
     assert hub.local_gguf("a/b-GGUF") == str(file)
-    with pytest.raises(OutriderError, match=r"has no file of F16; it has Q8_0 in the download cache, and .* HF_HUB_OFFLINE is set$"):
+    with pytest.raises(
+        OutriderError, match=r"has no file of F16; it has Q8_0 in the download cache, and .* HF_HUB_OFFLINE is set$"
+    ):
         hub.local_gguf("a/b-GGUF:F16")
 
 

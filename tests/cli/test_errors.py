@@ -79,7 +79,9 @@ def test_a_file_in_another_format_than_gguf(outrider: Run, tmp_path: Path, targe
 
 def test_a_hub_id_without_the_hub(outrider: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert_one_line(outrider("generate", "--target", "nobody/nothing", "hi"), "no model 'nobody/nothing'", "HF_HUB_OFFLINE is set")
+    assert_one_line(
+        outrider("generate", "--target", "nobody/nothing", "hi"), "no model 'nobody/nothing'", "HF_HUB_OFFLINE is set"
+    )
 
 
 def test_a_model_other_than_a_causal_lm(outrider: Run, tmp_path: Path) -> None:

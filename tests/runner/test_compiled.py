@@ -220,10 +220,13 @@ def damaged(package, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "mode"), [(b"", "auto"), (b"not a package", "auto"), (None, "auto"), (b"not a package", "always")]
+    "case",
+    [(b"", "auto"), (b"not a package", "auto"), (None, "auto"), (b"not a package", "always")],
+    ids=["empty", "other", "cut", "built again"],
 )
-def test_a_package_that_does_not_load_is_removed(runner, model, package, damaged, content, mode, monkeypatch, caplog):
+def test_a_package_that_does_not_load_is_removed(runner, model, package, damaged, case, monkeypatch, caplog):
     """For example, torch was rebuilt with the same version."""
+    content, mode = case
     broken = damaged(content)
     monkeypatch.setattr(compiled, "_build", lambda module, key: package)
     again = load(model, mode)

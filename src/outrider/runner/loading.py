@@ -310,8 +310,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise
     except Exception as error:  # invalid configs raise many kinds of exceptions
         refuse_custom_code(source, error)
-        hint = "" if folder is not None else " (neither a local folder nor a reachable hub id)"
-        raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
+        raise OutriderError(f"cannot read the config of {source}: {reason(error)}") from error
     if folder is not None and quantization_of(config) is None and (stated := modelopt.quantization_file_of(folder)) is not None:
         config.quantization_config = stated
     if not trust_remote_code and model_class(config) is None:

@@ -176,9 +176,7 @@ ARCHITECTURES = {
         "phi3", configs.phi3, theta=1e4, config_tensors=tuple(configs.PHI3_FACTORS.values()), scalings=("longrope",)
     ),
     "mistral3": Architecture("ministral3", configs.mistral3, theta=1e4, changes_like="llama"),
-    "granite": Architecture(
-        "granite", configs.granite, flags=BIASES, ignored=r"ssm\..*|expert_used_count", **GRANITE
-    ),
+    "granite": Architecture("granite", configs.granite, flags=BIASES, ignored=r"ssm\..*|expert_used_count", **GRANITE),
     "granitemoe": Architecture(
         "granitemoe",
         renamed=GRANITE_EXPERTS,
@@ -198,11 +196,21 @@ ARCHITECTURES = {
     "exaone4": Architecture("exaone4", configs.exaone4, none_if_missing=("sliding_window",)),
     "seed_oss": Architecture("seed_oss", flags=BIAS | {"attention_out_bias": "blk.0.attn_output.bias"}),
     "glm4": Architecture("glm4", configs.partial_rotary, theta=1e4, flags=BIAS),
-    "glm4moe": Architecture("glm4_moe", configs.partial_rotary, router=SIGMOID, theta=1e4, flags=BIAS | NORMS, renamed=DEEPSEEK_BIAS, **DEEPSEEK_EXPERTS),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        configs.partial_rotary,
+        router=SIGMOID,
+        theta=1e4,
+        flags=BIAS | NORMS,
+        renamed=DEEPSEEK_BIAS,
+        **DEEPSEEK_EXPERTS,
+    ),
     "command-r": Architecture("cohere", **COHERE),
     "cohere2": Architecture("cohere2", configs.cohere2, **COHERE | {"entries": NORM_EPS | WINDOW}),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", flags=BIAS),
-    "hunyuan-moe": Architecture("hunyuan_v1_moe", configs.hunyuan_moe, flags=BIAS, entries=expert_entries("num_experts", chosen="moe_topk")),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe", configs.hunyuan_moe, flags=BIAS, entries=expert_entries("num_experts", chosen="moe_topk")
+    ),
     "arcee": Architecture("arcee", changes_like="llama"),
     "afmoe": Architecture(
         "afmoe",

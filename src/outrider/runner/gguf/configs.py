@@ -1,8 +1,8 @@
 """Values of transformers' configs from the entries of GGUF files: one function for each architecture.
 
-transformers maps most entries by name. These functions (``Architecture.complete``) add the entries that it ignores, and values
-that depend on others or on tensors; the rest is in ``architectures``. They raise ``KeyError`` for a missing entry and ``ValueError`` for one
-that is not supported. An entry that they read counts as understood.
+transformers maps most entries by name, and ``architectures`` has further ones. These functions (``Architecture.complete``) add
+values that depend on others or on tensors. They raise ``KeyError`` for a missing entry and ``ValueError`` for one that is not
+supported. An entry that they read counts as understood.
 """
 
 from __future__ import annotations
