@@ -677,7 +677,7 @@ def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path
     assert "is not a GGUF file" in refusal(path)
     path.write_bytes(b"")
     assert "is not a GGUF file" in refusal(path)
-    assert "no model folder or .gguf file at" in refusal(tmp_path / "nowhere.gguf")
+    assert "nowhere.gguf': expected a folder, a .gguf file" in refusal(tmp_path / "nowhere.gguf")
     gguf_files.write(path, model, KINDS["Q8_0"])
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert re.search(r"requires gguf: run \S+ -m pip install -e '\.\[gguf\]' in Outrider's folder", refusal(path))
@@ -907,7 +907,7 @@ def test_the_image_encoder_beside_a_file_takes_no_memory(tmp_path, monkeypatch):
 
 
 def test_exponents_beyond_float32_are_rejected(tmp_path):
-    rows = torch.zeros(1, 17, dtype=torch.uint8)
+    rows = torch.zeros(32, 17, dtype=torch.uint8)
     rows[0, 0] = 253
     with pytest.raises(OutriderError, match="NaN or exponents beyond float32"):
         codes.pack(rows, "MXFP4")
