@@ -25,7 +25,7 @@ BELOW = {
     "sampling_params": {"errors", "options"},
     "types": {"errors", "sampling_params"},
     "method_text": {"errors"},
-    "disk_cache": {"errors"},
+    "disk_cache": {"errors", "files"},
     "progress": {"errors"},
     "files": {"errors"},
     "hub": {"errors", "files", "hub_errors", "memory", "progress"},

@@ -8,7 +8,6 @@ import logging
 import re
 import time
 from concurrent.futures import Future
-from contextlib import nullcontext
 from pathlib import Path
 
 import hub_server
@@ -18,15 +17,16 @@ from hub_server import Hub, running
 from huggingface_hub import constants
 
 from outrider import LLM, family, hub
-from outrider.cli import main
+from outrider.cli import main, session
 from outrider.cli.tune import movable
 from outrider.engine import finding
 from outrider.engine.plan import located, served_name
 from outrider.errors import OutriderError
+from outrider.hub import refuse_missing
 from outrider.method_text import split_method
 from outrider.proposers.method import Setting
 from outrider.registry import PROPOSERS
-from outrider.runner.loading import refuse_missing
+from outrider.runner.loading import load_config
 
 INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}})
 SHARDS = {"model-00001-of-00002.safetensors": b"one", "model-00002-of-00002.safetensors": b"two"}
@@ -64,7 +64,6 @@ def served(monkeypatch, tmp_path):
 
 def forget():
     """Begin as a new process does."""
-    hub.offline_reason.cache_clear()
     hub._listed.cache_clear()
 
 
@@ -270,25 +269,34 @@ def test_with_a_failing_hub_a_cached_gguf_file_is_used(served):
     assert hub.local_gguf("a/b-GGUF") == file
 
 
-def test_an_unreachable_hub_is_not_asked(served, monkeypatch):
+def test_an_unreachable_hub_is_named_and_a_cached_model_is_used(served, monkeypatch):
+    folder = hub.fetch("a/sharded")
+    forget()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    assert hub.is_cached_only("a/sharded")
-    with pytest.raises(OutriderError, match=r"cannot download a/sharded: it is not in the download cache, and .* unreachable"):
-        hub.fetch("a/sharded")
-    assert not served.asked
+    assert hub.fetch("a/sharded") == folder and hub.is_cached_only("a/sharded") and hub.is_offline("a/sharded")
+    with pytest.raises(OutriderError, match=r"^no model 'a/other': .* nor in the download cache, and .* is unreachable or"):
+        hub.fetch("a/other")
 
 
-def test_a_mirror_without_a_port_is_reached_at_its_schemes_port(served, monkeypatch):
-    asked = []
-    monkeypatch.setattr(hub.socket, "create_connection", lambda address, timeout: asked.append(address) or nullcontext())
-    for url in ("http://mirror/hf", "https://mirror"):
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-        hub.offline_reason.cache_clear()
-        assert not hub.offline_reason()
-    assert asked == [("mirror", 80), ("mirror", 443)]
+@pytest.mark.parametrize("command", [["doctor"], ["generate", "hi"]], ids=str)
+def test_an_unreachable_hub_is_one_line_of_a_command(command, served, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert main([*command, "--target", "a/sharded"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: no model 'a/sharded': it is neither a local folder nor")
 
 
-@pytest.mark.parametrize("url", ["http://host:abc", "http://[host"])
+def test_after_an_unreachable_hub_a_command_is_offline(served, monkeypatch):
+    hub.fetch("a/sharded")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    session.check_source("a/sharded")
+    assert not constants.HF_HUB_OFFLINE
+    forget()
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    session.check_source("a/sharded")
+    assert constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize("url", ["http://host:abc", "huggingface.co"])
 def test_an_invalid_address_of_the_hub_is_refused_in_one_line(url, served, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", url)
     with pytest.raises(OutriderError, match=rf"^HF_ENDPOINT={re.escape(url)} is not a URL such as https://huggingface\.co: "):
@@ -296,8 +304,7 @@ def test_an_invalid_address_of_the_hub_is_refused_in_one_line(url, served, monke
 
 
 def test_a_gguf_file_that_does_not_exist_is_not_searched_on_the_hub(served, capsys):
-    said = "models/x.gguf: it does not exist"
-    with pytest.raises(OutriderError, match=said):
+    with pytest.raises(OutriderError, match=r"no model folder 'models/x.gguf': expected a folder, a .gguf file"):
         LLM("models/x.gguf")
     assert main(["generate", "hi", "--target", "models/x.gguf"]) == 2
     assert "no model folder 'models/x.gguf': expected a folder, a .gguf file" in capsys.readouterr().err.splitlines()[-1]
@@ -382,6 +389,23 @@ def test_without_the_hub_an_incomplete_download_is_named(served):
     served.failure = 503
     with pytest.raises(OutriderError, match=r"the weights of a/sharded are not in the download cache.*hf download a/sharded$"):
         hub.fetch_weights("a/sharded")
+
+
+def test_without_the_hub_a_download_that_lacks_a_shard_is_named(served):
+    folder = hub.fetch("a/sharded")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    forget()
+    served.failure = 503
+    with pytest.raises(
+        OutriderError, match=r"the weights of a/sharded are not in the download cache, and .* hub fails: download"
+    ):
+        hub.fetch_weights("a/sharded")
+
+
+def test_the_config_of_a_hub_id_is_checked(served):
+    served.repositories["a/odd"] = SHARDED | {"config.json": b'{"model_type": "llama", "torch_dtype": "bf16"}'}
+    with pytest.raises(OutriderError, match="says dtype='bf16': expected a dtype such as bfloat16"):
+        load_config("a/odd")
 
 
 @pytest.mark.parametrize("draft", ["a/nothing", "a/gated", "a/onnx"])

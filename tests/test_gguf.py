@@ -677,7 +677,7 @@ def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path
     assert "is not a GGUF file" in refusal(path)
     path.write_bytes(b"")
     assert "is not a GGUF file" in refusal(path)
-    assert "no model folder or .gguf file at" in refusal(tmp_path / "nowhere.gguf")
+    assert "nowhere.gguf': expected a folder, a .gguf file" in refusal(tmp_path / "nowhere.gguf")
     gguf_files.write(path, model, KINDS["Q8_0"])
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert re.search(r"requires gguf: run \S+ -m pip install -e '\.\[gguf\]' in Outrider's folder", refusal(path))
@@ -888,6 +888,31 @@ def test_scales_that_are_nan_are_rejected_with_the_name_of_their_tensor(tmp_path
     assert "tensor blk.1.attn_q.weight: scales are NaN or infinite" in refusal(path)
 
 
+@pytest.mark.parametrize("index", [320, 2**32 - 1])
+def test_a_special_token_beyond_the_vocabulary_is_refused(index, tmp_path):
+    def change(writer):
+        writer.add_uint32("tokenizer.ggml.padding_token_id", index)
+
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), KINDS["Q8_0"], change)
+    with pytest.raises(OutriderError, match=f"its padding token has the id {index}, but its vocabulary has 320 tokens"):
+        tokenizers.load_tokenizer(tmp_path / "model.gguf")
+
+
+def test_the_image_encoder_beside_a_file_takes_no_memory(tmp_path, monkeypatch):
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), KINDS["Q8_0"])
+    size = (tmp_path / "model.gguf").stat().st_size
+    (tmp_path / "mmproj-model.gguf").write_bytes(bytes(2 * size))
+    monkeypatch.setattr(memory, "total_memory", lambda: 2 * size)
+    load(tmp_path)
+
+
+def test_exponents_beyond_float32_are_rejected(tmp_path):
+    rows = torch.zeros(32, 17, dtype=torch.uint8)
+    rows[0, 0] = 253
+    with pytest.raises(OutriderError, match="NaN or exponents beyond float32"):
+        codes.pack(rows, "MXFP4")
+
+
 def test_the_files_beside_a_file_do_not_count_if_the_file_was_given(tmp_path):
     gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), KINDS["Q8_0"])
     make_tokenizer(300).save_pretrained(tmp_path)
@@ -1006,7 +1031,7 @@ def test_blocks_are_not_copied_before_they_are_packed(tmp_path, recwarn):
     assert np.shares_memory(rows.numpy(), tensor.data) and not recwarn.list
 
 
-def test_a_tokenizer_belongs_to_files_with_the_same_entries(tmp_path, monkeypatch):
+def test_a_tokenizer_belongs_to_files_with_the_same_vocabulary(tmp_path):
     def write(name, change=lambda writer: None):
         gguf_files.write(tmp_path / name, gguf_files.make_model("llama"), KINDS["Q8_0"], change)
         return tmp_path / name
@@ -1014,10 +1039,8 @@ def test_a_tokenizer_belongs_to_files_with_the_same_entries(tmp_path, monkeypatc
     own = tokenizers.load_tokenizer(write("target.gguf"))
     assert tokenizers.is_tokenizer_of(own, tmp_path / "target.gguf")
     assert tokenizers.is_tokenizer_of(own, write("draft.gguf", lambda writer: writer.add_chat_template("other")))
-    assert not tokenizers.is_tokenizer_of(own, write("other.gguf", lambda writer: writer.add_eot_token_id(7)))
+    assert not tokenizers.is_tokenizer_of(own, write("other.gguf", lambda writer: writer.add_eos_token_id(7)))
     folder = tmp_path / "folder"
     folder.mkdir()
     shutil.copy(tmp_path / "target.gguf", folder)
     assert tokenizers.is_tokenizer_of(own, folder)
-    make_tokenizer().save_pretrained(folder)
-    assert not tokenizers.is_tokenizer_of(own, folder)

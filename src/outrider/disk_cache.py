@@ -1,13 +1,12 @@
 """The cache folder: compiled kernels and passes, packed weights, passed self-checks, exports and inflated models.
 
 Files of the cache are loaded as code. Therefore, as ssh does with keys, a folder or file that another user could have written
-is rejected, and the name of each compiled file contains the hash of its content, which is checked before it is loaded.
+is rejected.
 """
 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from outrider.errors import OutriderError, without_path
+from outrider.files import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +59,7 @@ def cache_dir(*parts: str) -> Path:
 def find(kind: str, key: str, suffix: str) -> Path | None:
     """Return the file that ``store`` saved in the folder ``kind`` under this key; None if there is none that is safe to load.
 
-    A file that is damaged or writable by other users is removed; a folder writable by other users is ignored. Both are logged
-    as warnings.
+    A file that other users can write is removed; a folder that they can write is ignored. Both are logged as warnings.
     """
     with suppress(RuntimeError, OSError):  # no home folder, or an unreadable one
         folder = _root() / kind
@@ -68,18 +67,17 @@ def find(kind: str, key: str, suffix: str) -> Path | None:
         if problem is not None:
             _temporary_dir(f"the cache folder cannot be used: {problem}")
         else:
-            found = _intact(folder, key, suffix)
+            found = _safe(folder / f"{key}{suffix}")
             if found is not None:
                 return found
-    return _intact(_temporary_root() / kind, key, suffix) if _temporary_root.cache_info().currsize else None
+    return _safe(_temporary_root() / kind / f"{key}{suffix}") if _temporary_root.cache_info().currsize else None
 
 
 def store(built: Path, kind: str, key: str, suffix: str) -> Path:
-    """Copy a finished file into the folder ``kind``, named by its key and the hash of its content; return the copy.
+    """Copy a finished file into the folder ``kind``, named by its key; return the copy.
 
-    The copy is written to a temporary file, flushed to the disk and renamed, so that a crash leaves no partial file. If another
-    process has stored a file under the key meanwhile, that one is returned. If the cache cannot be written, the copy is kept
-    until this process exits. Raises ``OSError`` if that fails too.
+    The copy is written to a temporary file, flushed to the disk and renamed, so that a crash leaves no partial file. If the
+    cache cannot be written, the copy is kept until this process exits. Raises ``OSError`` if that fails too.
     """
 
     def copy(to: BinaryIO) -> None:
@@ -108,7 +106,7 @@ def write(kind: str, key: str, suffix: str, fill: Callable[[BinaryIO], None]) ->
 def discard(kind: str, key: str, suffix: str, keep: Path | None = None) -> None:
     """Remove the files of the folder ``kind`` whose names start with this key, except ``keep``. Errors are ignored."""
     with suppress(RuntimeError, OSError):
-        for path in (_root() / kind).glob(f"{key}-*{suffix}"):
+        for path in (_root() / kind).glob(f"{key}*{suffix}"):
             if path != keep:
                 path.unlink()
 
@@ -140,7 +138,7 @@ def _temporary_dir(problem: str, *parts: str) -> Path:
 
 
 def _unsafe(folder: Path) -> str | None:
-    """Return why other users could write into or replace the folder, and what to do about it; None if they cannot."""
+    """Return why other users could write into or replace a folder or file, and what to do about it; None if they cannot."""
     if not hasattr(os, "getuid"):  # on Windows the mode does not contain the permissions
         return None
     for path in _chain(folder):
@@ -158,39 +156,18 @@ def _chain(folder: Path) -> Iterator[Path]:
     yield from dict.fromkeys(path for each in (folder, folder.resolve()) for path in (each, *each.parents))
 
 
-def _intact(folder: Path, key: str, suffix: str) -> Path | None:
-    for path in sorted(folder.glob(f"{key}-*{suffix}")):
-        try:
-            problem = _damage(path, suffix)
-        except FileNotFoundError:  # another process has just removed it
-            continue
-        except OSError as error:
-            problem = f"cannot be read ({error.strerror})"
-        if problem is None:
-            with suppress(OSError):  # a cache that cannot be written
-                os.utime(path)  # marks the file as used
-            return path
-        logger.warning("%s %s: it is removed and built again", path, problem)
-        with suppress(OSError):
-            path.unlink()
+def _safe(path: Path) -> Path | None:
+    """Return a file of the cache, marked as used; None if it is missing, or removed because others could have written it."""
+    if not os.path.lexists(path):
+        return None
+    if path.is_file() and not path.is_symlink() and _unsafe(path) is None:
+        with suppress(OSError):  # a cache that cannot be written
+            os.utime(path)
+        return path
+    logger.warning("%s is not a file or can be written by other users: it is removed and built again", path)
+    with suppress(OSError):
+        path.unlink()
     return None
-
-
-def _damage(path: Path, suffix: str) -> str | None:
-    """Return why a file of the cache must not be loaded; None if it is safe."""
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        return "is not a file"
-    if hasattr(os, "getuid") and (status.st_uid not in (os.getuid(), 0) or status.st_mode & OTHERS_MAY_WRITE):
-        return "can be written by other users"
-    if not path.name.endswith(f"-{_content_hash(path)}{suffix}"):
-        return "is damaged"
-    return None
-
-
-def _content_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
 def _discard_older(files: Iterable[Path], seconds: float) -> None:
@@ -202,18 +179,11 @@ def _discard_older(files: Iterable[Path], seconds: float) -> None:
 
 
 def _stored(fill: Callable[[BinaryIO], None], folder: Path, key: str, suffix: str) -> Path:
-    _discard_older(folder.glob(".*.part"), PART_SECONDS)  # of processes that were killed
-    handle, part = tempfile.mkstemp(dir=folder, prefix=f".{key}-", suffix=".part")  # mode 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-        earlier = _intact(folder, key, suffix)
-        if earlier is not None:
-            return earlier
-        path = folder / f"{key}-{_content_hash(Path(part))}{suffix}"
-        os.replace(part, path)
-        return path
-    finally:
-        Path(part).unlink(missing_ok=True)
+    _discard_older(folder.glob("*.part"), PART_SECONDS)  # of processes that were killed
+    path = folder / f"{key}{suffix}"
+    with replaced(path) as part, part.open("wb") as file:
+        part.chmod(0o600)
+        fill(file)
+        file.flush()
+        os.fsync(file.fileno())
+    return path

@@ -1,4 +1,4 @@
-"""Expand paths that users write, open their text files, read documents of interrupted work, and write files atomically."""
+"""Expand paths that users write, open text files, read JSON and documents of interrupted work, and write files atomically."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from outrider.errors import OutriderError, without_path
+from outrider.errors import OutriderError, errors_as, without_path
 
 ADAPTER_ADVICE = "merge it into its model first, with merge_and_unload of peft, and save that"
 READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error)  # of ``open_text`` and of reading its file
@@ -49,6 +49,25 @@ def not_a_model_folder(source: str | Path) -> str:
 def open_text(path: Path) -> IO[str]:
     """Open a UTF-8 file, with or without a byte order mark, plain or ``.gz``."""
     return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig")
+
+
+def read_object(file: Path, what: str) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ``OutriderError``, whose message begins with ``what``, if there is none."""
+    with errors_as(f"{what}: {file.name} cannot be read", OSError, detail=without_path):
+        content = file.read_bytes()
+    with errors_as(f"{what}: {file.name} is not JSON", ValueError, RecursionError):
+        found = json.loads(content)
+    if not isinstance(found, dict):
+        raise OutriderError(f"{what}: {file.name} must be an object, got a {type(found).__name__}")
+    return found
+
+
+def object_in(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if there is none: a broken file is reported when it is loaded."""
+    try:
+        return read_object(file, "")
+    except OutriderError:
+        return {}
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: whether it is reachable, and downloads of the files that are loaded, after checks and with progress.
+"""The Hugging Face hub: downloads of the files that are loaded, after checks and with progress.
 
 GGUF files are named as by llama.cpp (``owner/Model-GGUF:Q4_K_M``).
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,15 +18,15 @@ from logging import INFO, getLogger
 from pathlib import Path
 from threading import Event
 from typing import TypeVar
-from urllib.parse import urlsplit
 
-from outrider.errors import OutriderError, errors_as
+from outrider.errors import OutriderError
 from outrider.files import expanded, is_path
-from outrider.hub_errors import explained, what_it_is
+from outrider.hub_errors import explained, is_unreachable, what_it_is
 from outrider.memory import (
     INDEX_SUFFIX,
     LOADED_NAMES,
     WEIGHT_NAMES,
+    first_file,
     indexed_files,
     on_this_machine,
     require_disk,
@@ -45,7 +44,9 @@ Source = TypeVar("Source")
 CONFIG = ("config.json",)
 TOKENIZER = (*CONFIG, "tokenizer_config.json", "tokenizer.json")
 SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # endings of the files beside the weights that are read
-FAILS = "the Hugging Face hub fails"  # although it counts as reachable: a proxy is down, or it answers with an error
+OFFLINE = "the Hugging Face hub is unreachable or HF_HUB_OFFLINE is set"
+FAILS = "the Hugging Face hub fails"  # although it is reachable: it answers with an error
+TIMEOUT = 5.0  # seconds until a hub that does not answer counts as unreachable
 CHUNK = 1 << 18  # bytes that are written at once; the hub client's 10 MiB hide the progress of a slow download
 
 # hub id, and quantisation or file; without these the id must say that it is one of GGUF files
@@ -83,7 +84,7 @@ def _files_of_named(repo_id: str, quantisation: str | None) -> tuple[Repository 
     try:
         return None, files_of_quantisation(repo_id, names, quantisation)
     except OutriderError as error:
-        raise OutriderError(f"{error} in the download cache, and {_why_cached()}") from None
+        raise OutriderError(f"{error} in the download cache, and {_state(repo_id).problem}") from None
 
 
 def is_gguf_id(source: object) -> bool:
@@ -112,20 +113,15 @@ def _is_file_name(source: str) -> bool:
     return source.endswith(".gguf") and ":" not in source
 
 
-def _cached(repo_id: str) -> Path:
+def _cached(repo_id: str, why: str = OFFLINE) -> Path:
     """Return the folder of a repository in the download cache. Raises ``OutriderError`` if there is none."""
     folder = _main(repo_id)
     if folder is None:
-        raise not_cached(repo_id, " FILE")
+        raise OutriderError(
+            f"no model {repo_id!r}: it is neither a local folder nor in the download cache, and {why}: check the name,"
+            f" or download it first with hf download {repo_id}{' FILE' if 'gguf' in repo_id.lower() else ''}"
+        )
     return folder
-
-
-def not_cached(repo_id: str, file: str = "") -> OutriderError:
-    """Return the error for a repository that is needed and cannot be downloaded. ``file``: end of the command's example."""
-    return OutriderError(
-        f"no model {repo_id!r}: it is neither a local folder nor in the download cache, and {_why_cached()}: check the name,"
-        f" or download it first with hf download {repo_id}{file}"
-    )
 
 
 def files_of_quantisation(repo_id: str, names: Sequence[str], quantisation: str | None) -> list[str]:
@@ -164,7 +160,7 @@ class Repository:
     commit: str
     sizes: dict[str, int]  # of its files, by name
     blobs: dict[str, str] = field(default_factory=dict)  # names of large files in the cache's folder of blobs, by name
-    is_given_up: bool = False  # a download failed, and the cache is used
+    problem: str = ""  # why only the cache is used, as part of an error's sentence
 
 
 def is_hub_id(source: object) -> bool:
@@ -192,6 +188,17 @@ def expected_of(source: object) -> str:
     return f"expected a folder, a .gguf file or a Hugging Face id owner/name{advice if revision and is_hub_id(repo_id) else ''}"
 
 
+def refuse_missing(source: str | Path) -> None:
+    """Raise ``OutriderError`` unless a source is a folder, a GGUF file or a hub id."""
+    path = expanded(source)
+    if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):
+        return
+    if os.path.exists(path):
+        raise OutriderError(f"{source} is a file: give the folder with config.json and the weights, or a .gguf file")
+    if not is_hub_id(source):
+        raise OutriderError(f"no model folder {str(source)!r}: {expected_of(source)}")
+
+
 def fetch_configs(source: object, required: Collection[str] = CONFIG) -> None:
     """Download the small files of a hub id: configs, tokenizer, code. Nothing for other sources and without the hub.
 
@@ -211,20 +218,20 @@ def _require(source: str, repository: Repository, required: Collection[str]) -> 
         raise OutriderError(f"{source} is not a model that can be loaded: {why}")
 
 
-def check_repository(source: object, growth: float = 0.0) -> None:
+def check_repository(source: object, is_loaded_here: bool = False) -> None:
     """Download the small files of a hub id. Nothing for other sources and, except of GGUF files, without the hub.
 
     Raises ``OutriderError`` if there is no such repository, if the hub refuses it, or if it has no weights that can be loaded:
     before anything large, also of other models of the same command, is downloaded.
 
-    ``growth``: bytes in memory per byte in a GGUF file, which must not exceed the memory; 0 if it is not loaded here. Other
-    weights are checked when their config is known (``fetch_weights``).
+    ``is_loaded_here``: a GGUF file must not exceed the memory. Other weights are checked when their config is known
+    (``fetch_weights``).
     """
     found = _named_gguf(source)
     if found is not None:
         repository, parts = _files_of_named(*found.groups())
-        if repository is not None:
-            _require_memory(str(source), repository, parts, growth)
+        if repository is not None and is_loaded_here:
+            _require_memory(str(source), repository, parts, 1.0)
         return
     repository = _repository(source)
     if repository is not None:
@@ -247,8 +254,10 @@ def fetch_weights(source: object, growth: float = 0.0) -> None:
     """
     repository = _repository(source)
     if repository is None:
-        if is_hub_id(source) and on_this_machine(str(source)) is not None and not weight_files(str(source)):
-            why = f"are not in the download cache, and {_why_cached()}"
+        folder = on_this_machine(str(source)) if is_hub_id(source) else None
+        first = folder and first_file(folder)
+        if folder and (_lacks(folder, indexed_files(folder, first)) if first else not weight_files(folder)):
+            why = f"are not in the download cache, and {_state(str(source)).problem}"
             raise OutriderError(f"the weights of {source} {why}: download them first with hf download {source}")
         return
     names = _weights_of(str(source), repository)
@@ -268,16 +277,10 @@ def is_cached_only(source: object) -> bool:
 
 def fetch(source: str) -> Path:
     """Download the configs and weights of a hub id and return their folder. Raises ``OutriderError`` if there is none."""
+    refuse_missing(source)
     check_repository(source)
     fetch_weights(source, growth=1.0)
-    folder = on_this_machine(source)
-    if folder is None:
-        raise OutriderError(
-            f"cannot download {source}: it is not in the download cache, and {_why_cached()}"
-            if is_hub_id(source)
-            else f"cannot download {source}: {expected_of(source)}"
-        )
-    return folder
+    return on_this_machine(source) or _cached(source)
 
 
 def _repository(source: object) -> Repository | None:
@@ -286,26 +289,44 @@ def _repository(source: object) -> Repository | None:
 
 
 def _current(name: str) -> Repository | None:
-    """Return what a repository holds; None if the cache must do."""
-    repository = None if offline_reason() else _listed(name)
-    return None if repository is None or repository.is_given_up else repository
+    """Return what a repository holds; None if the cache must do. Raises ``OutriderError`` if it has no such repository."""
+    found = _state(name)
+    if not found.problem:
+        return found
+    _cached(name, found.problem)
+    return None
+
+
+def _state(name: str) -> Repository:
+    """Return what a repository holds. Raises ``OutriderError`` as ``_listed``."""
+    from huggingface_hub import constants
+
+    is_disabled = constants.HF_HUB_OFFLINE  # also set by TRANSFORMERS_OFFLINE
+    return Repository("", {}, problem=OFFLINE) if is_disabled else _listed(name)
+
+
+def is_offline(source: object) -> bool:
+    """Return whether a source is a hub id, and the hub is unreachable."""
+    return is_hub_id(source) and _state(str(source)).problem == OFFLINE
 
 
 @cache
-def _listed(name: str) -> Repository | None:
-    """Return what a repository holds; None if the hub fails and the cache has the repository.
+def _listed(name: str) -> Repository:
+    """Return what a repository holds; with a ``problem`` if the hub is unreachable, or fails and the cache has it.
 
     Raises ``OutriderError`` if there is no such repository, or the hub refuses it.
     """
     from huggingface_hub import HfApi
 
     try:
-        info = HfApi().model_info(name, files_metadata=True)
+        info = HfApi().model_info(name, timeout=TIMEOUT, files_metadata=True)
     except Exception as error:  # the hub client raises many kinds of exceptions
+        if is_unreachable(error):
+            return Repository("", {}, problem=OFFLINE)
         if _main(name) is None:
             raise OutriderError(explained(name, error)) from error
         logger.info("%s: using the download cache", explained(name, error))
-        return None
+        return Repository("", {}, problem=FAILS)
     if info.id != name:
         logger.warning("%s is %s on the hub: with this name, files are not downloaded a second time", name, info.id)
     files = info.siblings or []
@@ -323,7 +344,7 @@ def _weights_of(source: str, repository: Repository) -> list[str]:
     if not first.endswith(INDEX_SUFFIX):
         return [first]
     shards = indexed_files(_downloaded(source, [first]), first)
-    if not repository.is_given_up and (missing := [name for name in shards if name not in names]):  # else an older index
+    if not repository.problem and (missing := [name for name in shards if name not in names]):  # else an older index
         raise OutriderError(f"{source} lacks {missing[0]}, which its {first} names: choose another repository")
     return [first, *shards]
 
@@ -341,12 +362,11 @@ def _downloaded(repo_id: str, names: Sequence[str], needed: Sequence[str] | None
     Raises ``OutriderError`` in one line if it does not.
     """
     repository, needed = _listed(repo_id), names if needed is None else needed
-    assert repository is not None  # the names are from it
     folder, cached = _folder(repo_id) / "snapshots" / repository.commit, _main(repo_id)
     missing = [name for name in names if not (folder / name).exists()]
     if not missing and cached == folder:
         return folder
-    if repository.is_given_up and cached is not None and not _lacks(cached, needed):
+    if repository.problem and cached is not None and not _lacks(cached, needed):
         return cached
     blobs = _folder(repo_id) / "blobs"
     num_bytes = sum(repository.sizes.get(name, 0) for name in missing if not (blobs / repository.blobs.get(name, "")).is_file())
@@ -361,7 +381,7 @@ def _downloaded(repo_id: str, names: Sequence[str], needed: Sequence[str] | None
             raise problem from error
     with suppress(OSError):  # the hub client has begun with this change, unless the cache is read-only
         (_folder(repo_id) / "refs" / "main").write_text(cached.name)
-    repository.is_given_up = True
+    repository.problem = FAILS
     logger.warning("%s; the files in the download cache are used", problem)
     return cached
 
@@ -458,33 +478,6 @@ def _bytes_in(folder: Path) -> int:
         with suppress(OSError):  # renamed or removed meanwhile
             total += file.stat().st_size
     return total
-
-
-@cache
-def offline_reason() -> str:
-    """Return why the hub cannot be used, as part of an error's sentence; empty if it is reachable, and behind a proxy.
-
-    Raises ``OutriderError`` for an invalid address of the hub.
-    """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:  # also set by TRANSFORMERS_OFFLINE
-        return "HF_HUB_OFFLINE is set"
-    if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
-        return ""
-    with errors_as(f"HF_ENDPOINT={constants.ENDPOINT} is not a URL such as https://huggingface.co", ValueError):
-        url = urlsplit(constants.ENDPOINT)
-        port = url.port or (80 if url.scheme == "http" else 443)
-    try:
-        with socket.create_connection((url.hostname or "", port), timeout=5.0):
-            return ""
-    except OSError:
-        return "the Hugging Face hub is unreachable"
-
-
-def _why_cached() -> str:
-    """Return why only the cache is used, as part of an error's sentence."""
-    return offline_reason() or FAILS
 
 
 def disable() -> None:

@@ -9,6 +9,8 @@ from outrider.errors import first_line
 from outrider.files import ADAPTER_ADVICE
 
 HF_LOGIN = "log in with hf auth login, or set HF_TOKEN"
+# Names of httpx's exceptions: the hub client uses another package of them in each version.
+NO_ANSWER = frozenset({"NetworkError", "ProxyError", "TimeoutException"})
 
 
 def what_it_is(names: Collection[str]) -> str | None:
@@ -26,6 +28,11 @@ def what_it_is(names: Collection[str]) -> str | None:
     return None
 
 
+def is_unreachable(error: BaseException) -> bool:
+    """Return whether a request to the hub failed before an answer."""
+    return not NO_ANSWER.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+
+
 def explained(repo_id: str, error: BaseException) -> str:
     """Return the reason of a failed request or download, and what to do, in one line."""
     from huggingface_hub import constants
@@ -33,6 +40,8 @@ def explained(repo_id: str, error: BaseException) -> str:
 
     if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__  # the failed request
+    if type(error).__name__ in ("InvalidURL", "UnsupportedProtocol"):
+        return f"HF_ENDPOINT={constants.ENDPOINT} is not a URL such as https://huggingface.co: {first_line(error)}"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else 0
     if isinstance(error, GatedRepoError):
         return f"{repo_id} is gated: ask for access at {constants.ENDPOINT}/{repo_id}, then {HF_LOGIN}"

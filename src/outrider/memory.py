@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import os
 import shutil
@@ -12,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePath, PurePosixPath
 
-from outrider.errors import OutriderError, errors_as, without_path
-from outrider.files import GGUF_PART, expanded
+from outrider.errors import OutriderError
+from outrider.files import GGUF_PART, expanded, object_in, read_object
 
 GROUPS = Path("/sys/fs/cgroup")
 INDEX_SUFFIX = ".index.json"
@@ -121,10 +120,7 @@ def stated_file(folder: Path) -> str | None:
     transformers then loads no other file. Raises ``OutriderError`` for one outside the folder.
     """
     config = folder / "config.json"
-    try:
-        name = json.loads(config.read_bytes())["transformers_weights"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # reported when the config is loaded
-        return None
+    name = object_in(config).get("transformers_weights")
     if not isinstance(name, str):
         return None
     _refuse_outside(name, config)
@@ -159,11 +155,8 @@ def gguf_parts(path: Path) -> list[Path]:
 
 def weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor by an index. Raises ``OutriderError`` if it is missing or not an index."""
-    with errors_as(f"cannot read {index}", OSError, detail=without_path):
-        content = index.read_bytes()
-    with errors_as(f"{index} is not a weight index", ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        files: dict[str, str] = dict(json.loads(content)["weight_map"].items())
-    if not all([isinstance(file, str) for file in files.values()]):
+    files = read_object(index, f"{index} is not a weight index").get("weight_map")
+    if not isinstance(files, dict) or not all([isinstance(file, str) for file in files.values()]):
         raise OutriderError(f"{index} is not a weight index: expected the file name of each tensor")
     for file in {*files.values()}:
         _refuse_outside(file, index)

@@ -374,6 +374,18 @@ def test_experts_in_mxfp4_have_the_formats_values(tmp_path):
     assert (got - expected).norm() < 0.04 * expected.norm()
 
 
+@pytest.mark.parametrize("exponent", [253, 255])
+def test_experts_of_gpt_oss_with_scales_beyond_float32_are_refused(exponent, tmp_path):
+    """The largest codes became infinite."""
+    folder = write_experts(tmp_path / "experts").folder
+    tensors = load_file(folder / "model.safetensors")
+    name = next(each for each in tensors if each.endswith("down_proj_scales"))
+    tensors[name][0, 0, 0] = exponent
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(OutriderError, match=f"{name} contains NaN or exponents beyond float32"):
+        ModelRunner.load(folder, EAGER)
+
+
 def logits(folder, text=None):
     runner = ModelRunner.load(folder, EAGER)
     return runner.extend(["a"], [text or make_text(30, 1)])[0]

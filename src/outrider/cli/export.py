@@ -45,7 +45,7 @@ def command(
     engine.check(known, own_code)
     folder = out or Path(f"outrider-{to}")
     check_folder(engine, folder)
-    export = write(engine, read_deployment(known, partial(check_source, growth=0.0)), folder, own_code)
+    export = write(engine, read_deployment(known, partial(check_source, is_loaded_here=False)), folder, own_code)
     for note in export.notes:
         say(note)
     if export.needs_outrider:

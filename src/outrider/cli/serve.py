@@ -144,7 +144,7 @@ def serve_elsewhere(
     known = joined(Plan() if plan is None else Plan.read(plan), *drafting, limits)
     engine.check(known, elsewhere.own_code)
     command = find_command(engine, elsewhere.engine_python)
-    deployment = read_deployment(known, partial(check_source, growth=0.0))
+    deployment = read_deployment(known, partial(check_source, is_loaded_here=False))
     folder = working_folder(engine, deployment, elsewhere.own_code)
     export = write(engine, deployment, folder, elsewhere.own_code)
     flags = {"host": "--host", "port": "--port", "name": "--served-model-name"}

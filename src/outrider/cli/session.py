@@ -19,7 +19,7 @@ from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, check_text, errors_as
 from outrider.family import TARGET, drafts
 from outrider.files import expanded, not_a_model_folder
-from outrider.memory import on_this_machine, weight_files
+from outrider.memory import weight_files
 from outrider.method_text import is_draft_option, split_method, split_methods
 from outrider.options import declared
 from outrider.registry import AUTO, PLAIN, PROPOSERS, VERIFIERS
@@ -142,34 +142,22 @@ def check_lengths(prompts: Iterable[Sequence[int]], llm: LLM, more: int, reserve
             raise OutriderError(f"{what}; with {reserved} it exceeds {context}")
 
 
-def check_source(model: str | None, growth: float = 1.0) -> None:
+def check_source(model: str | None, is_loaded_here: bool = True) -> None:
     """Raise ``OutriderError`` unless ``model`` is a folder, a GGUF file, or a hub id of a model that can be loaded.
 
-    ``growth``: as in ``hub.check_repository``.
+    ``is_loaded_here``: as in ``hub.check_repository``.
     """
     if model is None:
         return
-    if hub.is_gguf_id(model):
-        show_notices()
-        hub.check_repository(model, growth)
-        return
+    if not hub.is_gguf_id(model):
+        hub.refuse_missing(model)
     path = expanded(model)
-    if os.path.isdir(path):
-        if not (path / "config.json").is_file() and not list(path.glob("*.gguf")):
-            raise OutriderError(not_a_model_folder(model))
-        return
-    if os.path.isfile(path) and path.suffix == ".gguf":
-        return
-    if os.path.exists(path):
-        raise OutriderError(f"{model} is a file: give the folder with config.json and the weights, or a .gguf file")
-    if not hub.is_hub_id(model):
-        raise OutriderError(f"no model folder {model!r}: {hub.expected_of(model)}")
-    if hub.offline_reason():
-        hub.disable()  # otherwise huggingface_hub retries every file six times
-        if on_this_machine(model) is None:
-            raise hub.not_cached(model)
+    if os.path.isdir(path) and not (path / "config.json").is_file() and not list(path.glob("*.gguf")):
+        raise OutriderError(not_a_model_folder(model))
     show_notices()
-    hub.check_repository(model)
+    hub.check_repository(model, is_loaded_here)
+    if hub.is_offline(model):
+        hub.disable()  # otherwise huggingface_hub, also of another engine that serves the model, retries each file six times
 
 
 def check_draft(draft: str | None) -> None:

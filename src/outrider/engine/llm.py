@@ -100,7 +100,7 @@ class LLM:
         self.speculation, config = configurations({"target": model, **options})
         target = self.speculation.target
         for each in (*check_method(self.speculation), target):  # before anything large is downloaded
-            check_repository(each, growth=1.0)
+            check_repository(each, is_loaded_here=True)
         source = family.TARGET if target is None else local_gguf(target)
         self.tokenizer = load_tokenizer(self.speculation.tokenizer or source, trust_remote_code)
         self.runner = ModelRunner.load(source, config)

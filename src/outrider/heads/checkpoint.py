@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.errors import first_line, is_out_of_memory
-from outrider.files import expanded, is_path, replaced, write_whole
+from outrider.files import expanded, is_path, read_object, replaced, write_whole
 from outrider.hub import fetch
 from outrider.memory import (
     INDEX_SUFFIX,
@@ -162,15 +162,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
         return gguf_heads.read_config(file)
     folder = folder.parent if folder.is_file() else folder
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except OSError:
-        raise OutriderError(f"{folder} is not a head's folder: config.json is missing") from None
-    except (ValueError, RecursionError) as error:
-        raise OutriderError(f"{folder}/config.json is not valid JSON: {first_line(error)}") from error
-    if not isinstance(config, dict):
-        raise OutriderError(f"{folder}/config.json must be an object, got a {type(config).__name__}")
-    return config
+    return read_object(folder / "config.json", f"{folder} is not a head's folder")
 
 
 def read_folder(folder: Path, prefix: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -35,6 +35,7 @@ CODES = ("int8", "int6", *native.CODES4)  # meaning of codes: integers, or indic
 UNITS = {"iq3_xxs": 1 / 4, "iq2": 1 / 8, "iq1": 1 / 8}  # fractions of the table's integers that are the numbers of these codes
 NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
 WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
+LARGEST_EXPONENT = 252  # of "float4" scales: 6 * 2^(252 - 127) is the largest value in float32
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,13 @@ def pack_codes(
     return packed
 
 
-def float4_scales(exponents: Tensor) -> Tensor:
-    """Return the scales of "float4" codes whose E2M1 numbers are times 2^(exponent - 127); exponents uint8 of any shape."""
+def float4_scales(exponents: Tensor, what: str) -> Tensor:
+    """Return the scales of "float4" codes whose E2M1 numbers are times 2^(exponent - 127); exponents uint8 of any shape.
+
+    Raises ``OutriderError``, which begins with ``what``, for NaN and for scales whose largest value float32 cannot hold.
+    """
+    if not exponents.is_meta and bool((exponents > LARGEST_EXPONENT).any()):
+        raise OutriderError(f"{what} contains NaN or exponents beyond float32")
     return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)  # values of the codes are doubled
 
 

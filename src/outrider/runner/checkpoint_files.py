@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import first_line
+from outrider.files import read_object
 from outrider.hub import expected_weights
 from outrider.memory import first_file, indexed_files, weight_files
 from outrider.types import OutriderError
@@ -97,17 +98,12 @@ def _check_readable(file: Path) -> None:
 
 def check_config_file(path: Path) -> None:
     """Raise ``OutriderError`` for a config.json that transformers misreads or rejects without a clear reason."""
-    try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        raise OutriderError(f"cannot read the config of {path.parent}: {first_line(error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise OutriderError(f"cannot read the config of {path.parent}: config.json is not JSON: {first_line(error)}") from error
-    text = config.get("text_config") if isinstance(config, dict) else None
-    for name, part in (("config.json", config), ("text_config", {} if text is None else text)):
+    config = read_object(path, f"cannot read the config of {path.parent}")
+    text = config.get("text_config")
+    for part in (config, {} if text is None else text):
         if not isinstance(part, dict):
             raise OutriderError(
-                f"cannot read the config of {path.parent}: {name} must be an object, not a {type(part).__name__}"
+                f"cannot read the config of {path.parent}: text_config must be an object, got a {type(part).__name__}"
             )
         check_sizes(str(path.parent), part)
         heads, shared = part.get("num_attention_heads"), part.get("num_key_value_heads")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,8 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import ModelOutput
 
 from outrider.errors import errors_as, first_line
-from outrider.files import expanded, is_path, not_a_model_folder
-from outrider.hub import expected_of, fetch_configs, fetch_weights, is_cached_only, is_hub_id
+from outrider.files import expanded, not_a_model_folder, object_in
+from outrider.hub import fetch_configs, fetch_weights, is_cached_only, refuse_missing
 from outrider.memory import on_this_machine, require_memory, weight_bytes, weight_files
 from outrider.runner import attention, gguf, recurrence
 from outrider.runner.checkpoint_files import EXPERTS, check_config_file, check_sizes, check_weight_files, is_finite
@@ -71,7 +69,7 @@ def bytes_in_memory(source: str | Path, growth: float, reader: Format | None, dt
     depends on the dtype of each tensor. Raises ``OutriderError`` for broken files.
     """
     if reader is None:
-        return round(growth * weight_bytes(source))
+        return round(growth * weight_bytes(gguf.find(source) or source))  # of a GGUF file without the image encoder beside it
     return reader.num_bytes(headers([str(file) for file in weight_files(source)]).values(), torch_dtype(dtype))
 
 
@@ -279,17 +277,6 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
             )
 
 
-def refuse_missing(source: str | Path) -> None:
-    """Raise ``OutriderError`` for a path at which there is neither a folder nor a GGUF file."""
-    exists = os.path.exists(source)  # not Path.exists: see files.expanded
-    looks_local = exists or is_path(source) or str(source).endswith(".gguf")
-    if looks_local and not os.path.isdir(source) and gguf.find(source) is None:
-        problem = "it is a file of another kind" if os.path.isfile(source) else "it does not exist or cannot be read"
-        raise OutriderError(f"no model folder or .gguf file at {source}: {problem}")
-    if not exists and not is_hub_id(source):
-        raise OutriderError(f"no model folder {str(source)!r}: {expected_of(source)}")
-
-
 def refuse_custom_code(source: str | Path, error: BaseException) -> None:
     """Raise ``OutriderError`` if a loader failed because it may not run a model's own code."""
     if "custom code" in str(error):
@@ -299,11 +286,7 @@ def refuse_custom_code(source: str | Path, error: BaseException) -> None:
 
 def has_own_code(folder: Path) -> bool:
     """Return whether the config or the tokenizer of a folder names Python code, which needs ``trust_remote_code``."""
-    found = False
-    for name in ("config.json", "tokenizer_config.json"):
-        with suppress(OSError, ValueError, TypeError, RecursionError):  # none, or broken: reported when it is loaded
-            found |= "auto_map" in json.loads((folder / name).read_bytes())
-    return found
+    return any("auto_map" in object_in(folder / name) for name in ("config.json", "tokenizer_config.json"))
 
 
 def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -311,11 +294,11 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     path, file = Path(source), gguf.find(source)
     refuse_missing(source)
     fetch_configs(source)
-    has_config = (path / "config.json").exists()
-    if path.is_dir() and not has_config and file is None:
+    folder = on_this_machine(source)
+    if folder is not None and (folder / "config.json").exists():
+        check_config_file(folder / "config.json")
+    elif path.is_dir() and file is None:
         raise OutriderError(not_a_model_folder(source))
-    if has_config:
-        check_config_file(path / "config.json")
     try:
         with quiet():
             config: PreTrainedConfig = (
@@ -327,9 +310,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise
     except Exception as error:  # invalid configs raise many kinds of exceptions
         refuse_custom_code(source, error)
-        hint = "" if on_this_machine(source) is not None else " (neither a local folder nor a reachable hub id)"
-        raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
-    folder = on_this_machine(source)
+        raise OutriderError(f"cannot read the config of {source}: {reason(error)}") from error
     if folder is not None and quantization_of(config) is None and (stated := modelopt.quantization_file_of(folder)) is not None:
         config.quantization_config = stated
     if not trust_remote_code and model_class(config) is None:
@@ -348,7 +329,7 @@ def _drop_default_ends(config: PreTrainedConfig, file: Path) -> None:
     """Remove the end-of-text ids that the classes of a config and of its text config set, unless its file states them."""
     if not file.is_file():  # a GGUF file without a config: its header states them
         return
-    stated, text = json.loads(file.read_bytes()), text_config(config)
+    stated, text = object_in(file), text_config(config)
     is_inside = any("eos_token_id" in part for part in stated.values() if isinstance(part, dict))
     if "eos_token_id" not in stated and not (text is config and is_inside):
         vars(config)["eos_token_id"] = None  # some classes refuse None

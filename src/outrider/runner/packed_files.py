@@ -2,7 +2,7 @@
 
 The checkpoint's weights are then not read, so that a model which exceeds the memory in 16 bits runs once it has been packed. A
 file belongs to the state of the checkpoint's files (names, sizes, times), the code that packs and the form of the weights;
-``disk_cache`` checks its owner, its mode and the hash of its content before it is used.
+``disk_cache`` checks its owner and its mode before it is used.
 
 ``torch.save`` writes the tensors at multiples of 64 bytes, which the kernels need, so that they can be mapped.
 """

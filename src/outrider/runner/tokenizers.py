@@ -19,18 +19,17 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from outrider.errors import first_line, is_failure
-from outrider.hub import TOKENIZER, fetch_configs
+from outrider.files import object_in, read_object
+from outrider.hub import TOKENIZER, fetch_configs, refuse_missing
 from outrider.memory import on_this_machine
 from outrider.runner import gguf
 from outrider.runner.checkpoint_files import check_config_file
 from outrider.runner.gguf.tokenizer import SPACE
-from outrider.runner.loading import load_config, refuse_custom_code, refuse_missing
+from outrider.runner.loading import load_config, refuse_custom_code
 from outrider.types import OutriderError
 
 # Compared: the first in both folders.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
-# Of a tokenizer with a tokenizer.json; the first two are in every such folder.
-LOADED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 VOCABULARY_SUFFIXES = (".model", ".tiktoken", ".spm")
 CONTINUED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')  # a prefix that is not empty
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -96,22 +95,24 @@ def check_same_files(target: Path, draft: Path) -> None:
 def is_tokenizer_of(tokenizer: PreTrainedTokenizerBase, source: str | Path) -> bool:
     """Return whether ``load_tokenizer`` read a tokenizer from files equal to those of another source.
 
-    False if tokens were added to it since.
+    False if tokens were added to it since: a draft has no embeddings for them.
     """
     if _loaded_sizes.get(tokenizer) != len(tokenizer):
         return False
-    own, other = Path(str(tokenizer.name_or_path)), gguf.find(source)
-    if own.suffix == ".gguf":
-        return own.is_file() and other is not None and gguf.has_equal_tokenizer(own, source)
-    folders = [on_this_machine(each) for each in (str(tokenizer.name_or_path), source)]
-    found = [None if folder is None else [_content(folder / name) for name in LOADED_FILES] for folder in folders]
-    return found[0] is not None and found[0] == found[1] and None not in found[0][:2]
+    own, other = gguf.find(tokenizer.name_or_path), gguf.find(source)
+    if own is not None and other is not None:
+        return _stated(own) == _stated(other)
+    folders = on_this_machine(tokenizer.name_or_path), on_this_machine(source)
+    with suppress(OSError):  # a file is missing, or is reported when it is loaded
+        if folders[0] is not None and folders[1] is not None:
+            return all(filecmp.cmp(folders[0] / name, folders[1] / name, shallow=False) for name in TOKENIZER[1:])
+    return False
 
 
-def _content(file: Path) -> bytes | None:
-    with suppress(OSError):  # missing, or reported when the tokenizer is loaded
-        return file.read_bytes()
-    return None
+def _stated(path: Path) -> tuple[object, ...]:
+    """Return the vocabulary of a GGUF file, and its tokens for the begin and the end of a text."""
+    file = gguf.GgufFile.open(path)
+    return file.vocabulary(), *(file.entry(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
 
 
 def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -136,8 +137,9 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTr
         if gguf.find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
             load_config(source, trust_remote_code)
         refuse_custom_code(source, error)
-        why = first_line(error) if folder is None else tokenizer_problem(folder, error)
-        raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {why}") from error
+        what = f"cannot load a tokenizer from {str(source)!r}"
+        why = first_line(error) if folder is None else _problem(folder, error, what)
+        raise OutriderError(f"{what}: {why}") from error
     if folder is not None:
         _add_template(tokenizer, folder)
     _loaded_sizes[tokenizer] = len(tokenizer)
@@ -148,10 +150,9 @@ def _add_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Set a tokenizer's chat template from chat_template.json, where older multimodal models have it, if it has no other."""
     if tokenizer.chat_template:
         return
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # no such file, or a file of something else
-        found = json.loads((folder / "chat_template.json").read_bytes())["chat_template"]
-        if isinstance(found, str):
-            tokenizer.chat_template = found
+    found = object_in(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, str):
+        tokenizer.chat_template = found
 
 
 def has_tokenizer(source: str | Path) -> bool:
@@ -184,16 +185,15 @@ def check_merges(folder: Path) -> None:
         raise OutriderError(f"{file}: the merge {broken} must continue with the continuing_subword_prefix {prefix!r}")
 
 
-def tokenizer_problem(folder: Path, error: BaseException) -> str:
-    """Say why the tokenizer in a folder cannot be loaded: name a file that is missing or broken, else quote the error."""
+def _problem(folder: Path, error: BaseException, what: str) -> str:
+    """Say why the tokenizer in a folder cannot be loaded: name a file that is missing, else quote the error.
+
+    Raises ``OutriderError``, whose message begins with ``what``, for a file that is not JSON.
+    """
     present = _vocabulary_files(folder)
     for name in (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json"):
-        if not (name.endswith(".json") and (folder / name).is_file()):
-            continue
-        try:
-            json.loads((folder / name).read_bytes())
-        except (ValueError, RecursionError) as broken:
-            return f"{name} is not JSON: {first_line(broken)}"
+        if name.endswith(".json") and (folder / name).is_file():
+            read_object(folder / name, what)
     if not present:
         files = f"{', '.join(TOKENIZER_FILES[:-1])} or {TOKENIZER_FILES[-1]}"
         if not (folder / "config.json").is_file():

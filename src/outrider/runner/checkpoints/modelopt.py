@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.errors import errors_as
+from outrider.files import read_object
 from outrider.runner.checkpoints import float4, fp8
 from outrider.runner.checkpoints.weight import Format, LayerTensors, QuantizedWeight
 from outrider.types import OutriderError
@@ -52,7 +51,8 @@ def quantization_file_of(folder: Path) -> dict[str, Any] | None:
     file = folder / FILE
     if not file.is_file():
         return None
-    kinds = (OSError, ValueError, KeyError, TypeError, RecursionError)
-    with errors_as(f"cannot read the quantisation that {file} states", *kinds):
-        stated = dict(json.loads(file.read_bytes())["quantization"])
+    what = f"cannot read the quantisation that {file} states"
+    stated = read_object(file, what).get("quantization")
+    if not isinstance(stated, dict):
+        raise OutriderError(f"{what}: expected an object under quantization, got a {type(stated).__name__}")
     return {"quant_method": "modelopt", **stated} if stated.get("quant_algo") else None

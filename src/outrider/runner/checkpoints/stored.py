@@ -7,7 +7,7 @@ files (not in the config) are replaced.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -117,9 +117,9 @@ def replace_layers(model: PreTrainedModel, reader: Format, files: Sequence[str])
     """
     found = headers(files)
     stems = {name.removesuffix(f".{mark}") for name in found for mark in reader.marks if name.endswith(f".{mark}")}
-    modules, names = dict(model.named_modules()), _Names(model)
+    modules, placed = dict(model.named_modules()), _name_finder(model)
     for stem in sorted(stems | _unmarked(found)):
-        place_name, is_merged = names.of(stem)
+        place_name, is_merged = placed(stem)
         module = modules.get(place_name)
         if module is None and not is_merged:  # not part of the model, such as draft heads
             continue
@@ -162,19 +162,21 @@ def _unmarked(found: dict[str, Tensor]) -> set[str]:
     }
 
 
-class _Names:
-    """Names of a checkpoint's layers in the model, by transformers' rules for its architecture."""
+def _name_finder(model: PreTrainedModel) -> Callable[[str], tuple[str, bool]]:
+    """Return a function from a layer's name in a checkpoint to its name in the model, and whether it is merged with others.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        rules = get_model_conversion_mapping(model)
-        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        self._prefix, self._known = model.base_model_prefix, model.state_dict()
+    By transformers' rules for the model's architecture.
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    prefix, known = model.base_model_prefix, model.state_dict()
 
-    def of(self, stem: str) -> tuple[str, bool]:
-        """Return the name of a layer in the model, and whether the model merges its weight with others."""
+    def find(stem: str) -> tuple[str, bool]:
         key = f"{stem}.weight"
-        if key in self._known:
+        if key in known:
             return stem, False
-        name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, self._known)
+        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         return name.removesuffix(".weight"), pattern is not None
+
+    return find

@@ -6,7 +6,7 @@ before weights are read.
 
 from outrider.runner.gguf.file import PLAIN, GgufFile, tensors_by_parameter
 from outrider.runner.gguf.source import architecture_of, find, load_config
-from outrider.runner.gguf.tokenizer import has_equal_tokenizer, load_tokenizer
+from outrider.runner.gguf.tokenizer import load_tokenizer
 from outrider.runner.gguf.weights import converter_undo, join_parts, load_weights, read_tensor
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "architecture_of",
     "converter_undo",
     "find",
-    "has_equal_tokenizer",
     "join_parts",
     "load_config",
     "load_tokenizer",

@@ -142,7 +142,7 @@ def _q6_k(raw: Tensor) -> Parts:
 
 
 def _mxfp4(raw: Tensor) -> Parts:
-    return _planes(raw[:, 1:], 16, 4), blocks.float4_scales(raw[:, :1])
+    return _planes(raw[:, 1:], 16, 4), blocks.float4_scales(raw[:, :1], "it")
 
 
 def _nvfp4(raw: Tensor) -> Parts:

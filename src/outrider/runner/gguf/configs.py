@@ -1,8 +1,8 @@
 """Values of transformers' configs from the entries of GGUF files: one function for each architecture.
 
-transformers maps most entries by name. These functions (``Architecture.complete``) add the entries that it ignores, and values
-that files leave out because llama.cpp's code fixes them. They raise ``KeyError`` for a missing entry and ``ValueError`` for one
-that is not supported. An entry that they read counts as understood.
+transformers maps most entries by name, and ``architectures`` has further ones. These functions (``Architecture.complete``) add
+values that depend on others or on tensors. They raise ``KeyError`` for a missing entry and ``ValueError`` for one that is not
+supported. An entry that they read counts as understood.
 """
 
 from __future__ import annotations
@@ -97,16 +97,6 @@ def granite(entry: Entry, _: Tensors, values: Values) -> None:
     values["num_key_value_heads"] = max(by_layer(entry, "attention.head_count_kv"))
     # Granite 4 without recurrent layers states the width as that of an expert which all tokens share.
     values["intermediate_size"] = entry("expert_shared_feed_forward_length") or values["intermediate_size"]
-    _add_granite_scales(entry, values)
-
-
-def _add_granite_scales(entry: Entry, values: Values) -> None:
-    values |= {
-        "attention_multiplier": required(entry, "attention.scale"),
-        "embedding_multiplier": entry("embedding_scale") or 1.0,
-        "residual_multiplier": entry("residual_scale") or 1.0,
-        "logits_scaling": entry("logit_scale") or 1.0,
-    }
 
 
 def lfm2(entry: Entry, _: Tensors, values: Values) -> None:
@@ -126,28 +116,6 @@ def expert_entries(count: str, width: str = "", chosen: str = "num_experts_per_t
     """Return the entries with the number of experts, of those chosen for a token, and their width, by names in the config."""
     names = {count: "expert_count", chosen: "expert_used_count", width: "expert_feed_forward_length"}
     return {own: name for own, name in names.items() if own}
-
-
-def add_experts(entry: Entry, values: Values, count: str, width: str = "", chosen: str = "num_experts_per_tok") -> None:
-    """Add the ``expert_entries``."""
-    values |= {own: required(entry, name) for own, name in expert_entries(count, width, chosen).items()}
-
-
-def add_deepseek_experts(entry: Entry, _: Tensors, values: Values) -> None:
-    """Add what DeepSeek's and GLM's configs say about experts: routed ones in groups, shared ones, first layers without."""
-    add_experts(entry, values, "n_routed_experts", "moe_intermediate_size")
-    values["n_shared_experts"] = entry("expert_shared_count") or 0
-    _add_expert_groups(entry, values)
-
-
-def _add_expert_groups(entry: Entry, values: Values) -> None:
-    values |= {
-        "first_k_dense_replace": entry("leading_dense_block_count") or 0,
-        "routed_scaling_factor": entry("expert_weights_scale") or 1.0,
-        "norm_topk_prob": bool(entry("expert_weights_norm")),
-        "n_group": entry("expert_group_count") or 1,
-        "topk_group": entry("expert_group_used_count") or 1,
-    }
 
 
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's codes of what a router does with its scores
@@ -175,12 +143,7 @@ def partial_rotary(entry: Entry, _: Tensors, values: Values) -> None:
     values["rope_parameters"]["partial_rotary_factor"] = required(entry, "rope.dimension_count") / values["head_dim"]
 
 
-def glm4moe(entry: Entry, tensors: Tensors, values: Values) -> None:
-    partial_rotary(entry, tensors, values)
-    add_deepseek_experts(entry, tensors, values)
-
-
-def deepseek_v3(entry: Entry, tensors: Tensors, values: Values) -> None:
+def deepseek_v3(entry: Entry, _: Tensors, values: Values) -> None:
     """Add the sizes of attention over a latent. Head sizes in files are those of one shared head over the latent."""
     rotated, needed = required(entry, "rope.dimension_count"), partial(required, entry)
     size = entry("attention.key_length_mla") or needed("attention.key_length")
@@ -198,7 +161,6 @@ def deepseek_v3(entry: Entry, tensors: Tensors, values: Values) -> None:
     if values.get("rope_parameters", {}).get("rope_type") == "yarn":
         scale = (entry("rope.scaling.yarn_log_multiplier") or 0.0) / 0.1  # the converter multiplies it by 0.1
         values["rope_parameters"] |= {"mscale": scale, "mscale_all_dim": scale}
-    add_deepseek_experts(entry, tensors, values)
 
 
 def deepseek_v2(entry: Entry, tensors: Tensors, values: Values) -> None:
@@ -206,24 +168,8 @@ def deepseek_v2(entry: Entry, tensors: Tensors, values: Values) -> None:
     values["topk_method"] = "greedy" if values["n_group"] == 1 else "group_limited_greedy"
 
 
-def ernie4_5_moe(entry: Entry, _: Tensors, values: Values) -> None:
-    add_experts(entry, values, "moe_num_experts", "moe_intermediate_size", chosen="moe_k")
-    values |= {
-        "moe_num_shared_experts": entry("expert_shared_count") or 0,
-        "moe_layer_interval": entry("interleave_moe_layer_step") or 1,
-        "moe_layer_start_index": entry("leading_dense_block_count") or 0,
-        "moe_layer_end_index": values["num_hidden_layers"] - 1,
-    }
-
-
-def granitemoe(entry: Entry, _: Tensors, values: Values) -> None:
-    _add_granite_scales(entry, values)
-    add_experts(entry, values, "num_local_experts")
-
-
 def granitehybrid(entry: Entry, _: Tensors, values: Values) -> None:
     """Granite 4: layers of Mamba 2 and of attention, with a dense network beside the experts, or without experts."""
-    _add_granite_scales(entry, values)
     _add_recurrent(entry, values, *MAMBA2)
     heads = by_layer(entry, "attention.head_count_kv")  # 0 where a layer is recurrent
     values |= {
@@ -252,7 +198,7 @@ DELTA = (
 MAMBA2 = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 
 
-def nemotron_h(entry: Entry, tensors: Tensors, values: Values) -> None:
+def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
     """Nemotron: each layer is one of Mamba 2, attention, experts, or a dense network."""
     needed, num_layers = partial(required, entry), values.pop("num_hidden_layers")
     heads, widths = by_layer(entry, "attention.head_count_kv"), by_layer(entry, "feed_forward_length")
@@ -264,12 +210,8 @@ def nemotron_h(entry: Entry, tensors: Tensors, values: Values) -> None:
         "num_key_value_heads": max(heads),
         "intermediate_size": max(widths),
         "layer_norm_epsilon": entry("attention.layer_norm_epsilon") or needed("attention.layer_norm_rms_epsilon"),
+        "moe_latent_size": entry("moe_latent_size"),
     }
-    if dense == "moe":
-        check_router(entry, SIGMOID)
-        add_deepseek_experts(entry, tensors, values)
-        values["moe_shared_expert_intermediate_size"] = needed("expert_shared_feed_forward_length")
-        values["moe_latent_size"] = entry("moe_latent_size")
 
 
 def exaone4(entry: Entry, _: Tensors, values: Values) -> None:
@@ -287,22 +229,16 @@ def olmo3(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 def lfm2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     lfm2(entry, tensors, values)
-    add_experts(entry, values, "num_experts", "moe_intermediate_size")
-    values |= {
-        "num_dense_layers": entry("leading_dense_block_count") or 0,
-        "use_expert_bias": has_expert_bias(tensors),
-        "norm_topk_prob": True,  # in llama.cpp's code, like the next one
-        "routed_scaling_factor": 1.0,
-    }
+    values["use_expert_bias"] = has_expert_bias(tensors)
 
 
 def qwen35(entry: Entry, tensors: Tensors, values: Values) -> None:
-    _add_delta(entry, tensors, values)
+    add_delta(entry, tensors, values)
     sections = [section for section in required(entry, "rope.dimension_sections") if section]
     values["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
 
 
-def _add_delta(entry: Entry, tensors: Tensors, values: Values) -> None:
+def add_delta(entry: Entry, tensors: Tensors, values: Values) -> None:
     """Add the layers of Qwen3-Next and 3.5: those with the delta rule, and those of attention."""
     kinds = {True: "linear_attention", False: "full_attention"}
     num_layers, period = values["num_hidden_layers"], required(entry, "full_attention_interval")
@@ -312,46 +248,16 @@ def _add_delta(entry: Entry, tensors: Tensors, values: Values) -> None:
     partial_rotary(entry, tensors, values)
 
 
-def qwen35moe(entry: Entry, tensors: Tensors, values: Values) -> None:
-    qwen35(entry, tensors, values)
-    qwen2moe(entry, tensors, values)
-
-
-def qwen3next(entry: Entry, tensors: Tensors, values: Values) -> None:
-    _add_delta(entry, tensors, values)
-    qwen2moe(entry, tensors, values)
-    values["norm_topk_prob"] = True
-
-
-def qwen2moe(entry: Entry, _: Tensors, values: Values) -> None:
-    add_experts(entry, values, "num_experts", "moe_intermediate_size")
-    values["shared_expert_intermediate_size"] = required(entry, "expert_shared_feed_forward_length")
-
-
-def gpt_oss(entry: Entry, _: Tensors, values: Values) -> None:
-    add_experts(entry, values, "num_local_experts", "intermediate_size")
-    values["sliding_window"] = required(entry, "attention.sliding_window")
+def gpt_oss(_: Entry, __: Tensors, values: Values) -> None:
     # The config class defaults to YaRN. The public models set ``truncate`` to false, which files do not state.
     values["rope_parameters"]["truncate"] = False
 
 
-def qwen3moe(entry: Entry, _: Tensors, values: Values) -> None:
-    add_experts(entry, values, "num_experts", "moe_intermediate_size")
-    values["norm_topk_prob"] = True  # llama.cpp's code makes the shares of the chosen experts add up to 1
-
-
-def cohere(entry: Entry, _: Tensors, values: Values) -> None:
-    values["logit_scale"] = entry("logit_scale") or 1.0
-
-
-def cohere2(entry: Entry, tensors: Tensors, values: Values) -> None:
-    cohere(entry, tensors, values)
-    values["sliding_window"] = required(entry, "attention.sliding_window")
+def cohere2(entry: Entry, _: Tensors, values: Values) -> None:
     values["layer_types"] = layer_types_of(entry, values, full_attention_every=4)
 
 
 def hunyuan_moe(entry: Entry, _: Tensors, values: Values) -> None:
-    add_experts(entry, values, "num_experts", chosen="moe_topk")
     shared, widths = entry("expert_shared_count"), [entry(f"expert_{kind}feed_forward_length") for kind in ("", "shared_")]
     if shared != 1 or widths != [values["intermediate_size"]] * 2:
         raise ValueError(f"{shared} shared experts, widths of experts {widths}: expected one, all as wide as a dense layer")
@@ -363,21 +269,12 @@ def afmoe(entry: Entry, _: Tensors, values: Values) -> None:
     groups = [entry(f"expert_group_{name}") or 1 for name in ("count", "used_count")]
     if groups != [1, 1]:  # which transformers' model does not have
         raise ValueError(f"experts in {groups[0]} groups, {groups[1]} of them chosen: expected no groups")
-    add_experts(entry, values, "num_experts", "moe_intermediate_size")
-    values |= {
-        "num_shared_experts": entry("expert_shared_count") or 0,
-        "num_dense_layers": entry("leading_dense_block_count") or 0,
-        "route_scale": entry("expert_weights_scale") or 1.0,
-        "sliding_window": required(entry, "attention.sliding_window"),
-        "layer_types": layer_types_of(entry, values, full_attention_every=4),
-        "mup_enabled": True,  # in llama.cpp's code
-    }
+    values["layer_types"] = layer_types_of(entry, values, full_attention_every=4)
 
 
 def falcon_h1(entry: Entry, _: Tensors, values: Values) -> None:
     _add_recurrent(entry, values, *MAMBA2)
     values["mamba_d_ssm"] = entry("ssm.inner_size")
-    values["mamba_norm_before_gate"] = False  # in llama.cpp's code
 
 
 def stablelm(entry: Entry, tensors: Tensors, values: Values) -> None:
@@ -391,12 +288,4 @@ def phimoe(entry: Entry, tensors: Tensors, values: Values) -> None:
             "it lacks short_mscale and long_mscale of its longrope positions: put the model's config.json into the file's"
             " folder and pass the folder"
         )
-    add_experts(entry, values, "num_local_experts")
     values["sliding_window"] = entry("attention.sliding_window") or None  # 0 means none
-
-
-def exaone_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
-    exaone4(entry, tensors, values)
-    add_experts(entry, values, "num_experts", "moe_intermediate_size")
-    values["num_shared_experts"] = required(entry, "expert_shared_count")
-    _add_expert_groups(entry, values)

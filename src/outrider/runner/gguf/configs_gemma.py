@@ -6,7 +6,7 @@ from functools import partial
 from math import erf
 
 from outrider.runner.gguf.architecture import Entry, Tensors, Values
-from outrider.runner.gguf.configs import add_experts, by_layer, required
+from outrider.runner.gguf.configs import by_layer, expert_entries, required
 
 
 def gemma2(entry: Entry, _: Tensors, values: Values) -> None:
@@ -68,7 +68,8 @@ def gemma4(entry: Entry, tensors: Tensors, values: Values) -> None:
         },
     }
     if entry("expert_count"):
-        add_experts(entry, values, "num_experts", "moe_intermediate_size", chosen="top_k_experts")
+        experts = expert_entries("num_experts", "moe_intermediate_size", chosen="top_k_experts")
+        values |= {own: needed(name) for own, name in experts.items()}
         values["enable_moe_block"] = True
 
 

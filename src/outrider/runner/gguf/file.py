@@ -278,6 +278,8 @@ class GgufFile:
             if architecture.router is not None:
                 check_router(entry, architecture.router)
             values |= {own: required(entry, name) for own, name in architecture.entries.items()}
+            values |= {own: entry(name) or default for own, (name, default) in architecture.defaults.items()}
+            values |= architecture.constants
             if architecture.complete is not None:
                 architecture.complete(entry, self.tensors, values)
             given = {name: value for name, value in values.items() if value is not None}

@@ -26,6 +26,7 @@ from outrider.hub import is_cached_only
 from outrider.runner.gguf.file import TOKENS, GgufFile
 from outrider.runner.gguf.source import find, has_own_file
 from outrider.runner.gguf.splits import ADDING_BOS, IGNORING_MERGES, NORMALISED, is_known, pre_tokenizer_of
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
@@ -61,22 +62,6 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
     return tokenizer
 
 
-def has_equal_tokenizer(path: Path, source: str | Path) -> bool:
-    """Return whether ``load_tokenizer`` reads the same tokenizer, but for its template, from a GGUF file and a source."""
-    other = find(source)
-    if other is None or has_own_file(source, other, *OWN_FILES):
-        return False
-    files = GgufFile.open(path), GgufFile.open(other)
-    kinds, entries = zip(*((file.architecture, _raw_entries(file)) for file in files), strict=True)
-    return kinds[0] == kinds[1] and entries[0] == entries[1]
-
-
-def _raw_entries(file: GgufFile) -> dict[str, list[bytes]]:
-    """Return the bytes of the header's entries about the tokenizer, without templates."""
-    names = [name for name in file.fields if name.startswith("tokenizer.") and not name.startswith("tokenizer.chat_template")]
-    return {name: [part.tobytes() for part in file.fields[name].parts] for name in names}
-
-
 def _entries(file: GgufFile, group: str) -> dict[str, Any]:
     """Return entries of the header by transformers' names: those of the tokenizer, or the options of its class."""
     found = {}
@@ -99,7 +84,10 @@ def _complete(options: dict[str, Any], entries: Mapping[str, Any], file: GgufFil
         options["chat_template"] = {name: template for name, template in templates.items() if template is not None}
     for name, key in SPECIAL_TOKENS.items():
         index = file.entry(f"tokenizer.ggml.{key}_token_id")
-        options[f"{name}_token"] = None if index is None else entries["tokens"][index]
+        if index is not None and not 0 <= index < len(file.tokens):
+            problem = f"its {key} token has the id {index}, but its vocabulary has {len(file.tokens)} tokens"
+            raise OutriderError(f"{file.path} is damaged: {problem}; download it again")
+        options[f"{name}_token"] = None if index is None else file.tokens[index]
 
 
 def _by_transformers(entries: dict[str, Any], architecture: str) -> Tokenizer:
