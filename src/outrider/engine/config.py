@@ -181,7 +181,6 @@ def _built(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedT
             load_tokenizer(speculation.draft_tokenizer, runner.config.trust_remote_code),
             options=options | dict(speculation.method_options),
             drafts=speculation.drafts,
-            same_text=speculation.same_text,
         )
     )
     return proposer

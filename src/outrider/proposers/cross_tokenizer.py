@@ -58,6 +58,7 @@ class CrossTokenizerProposer(DraftModelProposer):
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
+        self._started = None
         as_text = [_drafted_as_text(request.params) for request in context.requests]
         parts = []
         for draft, is_text in ((self._draft_tokens, False), (self._draft_text, True)):

@@ -31,7 +31,6 @@ class BlockProposer(Proposer):
     """Drafts a chain in one pass of a head over the target's features, which has its own KV cache."""
 
     name = "dflash"
-    samples_drafts = True
 
     def __init__(self, head: BlockHead, target: ModelRunner, config: HeadConfig) -> None:
         """Raise ``OutriderError`` for a head that does not fit the target."""

@@ -67,7 +67,6 @@ class DraftModelProposer(Proposer):
     """
 
     name = "draft"
-    samples_drafts = True
 
     def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft
@@ -77,9 +76,11 @@ class DraftModelProposer(Proposer):
             self.max_drafts = min(self.max_drafts, draft.max_drafts)
         self._draft_size = draft.vocab_size if isinstance(draft, ModelRunner) else vocab_size
         self._stops = {is_deterministic: ChainStops() for is_deterministic in (True, False)}
+        self._started: ChainStops | None = None  # the one that started the chains of this round, if they have prices
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
+        self._started = None
         batch, k = len(context.requests), min(k, self.max_drafts, max(context.limits, default=0))
         sequences = self.sequences(context, k) if k else {}
         if not sequences:
@@ -90,8 +91,10 @@ class DraftModelProposer(Proposer):
         k, sampler = max(lens), context.sampler  # a request that is left out may have had room for more
         drafts = torch.zeros(len(rows), k, dtype=torch.long, device=self.draft.device)
         probs: list[Tensor] = []
-        stops = self._stops[sampler.is_deterministic]
-        chains = None if context.prices is None else stops.start(context.request_ids, lens, context.prices)
+        chains = None
+        if context.prices is not None:
+            self._started = self._stops[sampler.is_deterministic]
+            chains = self._started.start(context.request_ids, lens, context.prices)
 
         def next_token(logits: Tensor, step: int) -> Tensor | None:
             logits = self.to_target_vocab(logits)
@@ -104,8 +107,6 @@ class DraftModelProposer(Proposer):
         partial = self.draft.rollout(context.request_ids, list(sequences.values()), k, next_token)
         made = torch.tensor(lens if chains is None else chains.lens)
         drafts = drafts[:, : int(made.max())]
-        if chains is not None and sampler.is_deterministic:
-            stops.store_point_masses(context.request_ids, drafts.tolist())
         proposal = Proposal(drafts, made, torch.cat(probs, 1) if probs else None, partial_pass=partial)
         return proposal.scatter(rows, batch)
 
@@ -156,8 +157,8 @@ class DraftModelProposer(Proposer):
 
     def learn(self, context: Context, verdict: Verdict) -> None:
         """Learn from a verdict where chains should end."""
-        for stops in self._stops.values():
-            stops.learn(context, verdict)
+        if self._started is not None:
+            self._started.learn(context, verdict)
 
     def prepare(self) -> None:
         self.draft.prepare()

@@ -46,7 +46,6 @@ class Setting:
     draft_tokenizer: PreTrainedTokenizerBase | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the method, by name
     drafts: Mapping[str, object] = field(default_factory=dict)  # drafts that come with the target, by name
-    same_text: bool = False  # samples are chosen by noise of seed and position, so that no round draws drafts
 
     @classmethod
     def without_target(cls, **given: Any) -> Setting:
