@@ -16,7 +16,7 @@ from outrider.method_text import options_by_part
 from outrider.options import option, whole
 from outrider.proposers.base import Proposer, merged
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import Pair, Portable, TextDrafts
+from outrider.proposers.portable import Form, Portable
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict, joined
 
 MAX_CHUNKS = 64  # of a request, each of which keeps the states of the whole batch; then they are copied
@@ -187,10 +187,10 @@ class CombinedMethod(MethodSpec):
 
     def portable(self, setting: Setting) -> Portable:
         """Describe the combination. Raises ``OutriderError`` for options that one of the methods rejects."""
-        self._config(setting)
+        config = self._config(setting)
         for part, own in self._settings(setting):
             part.portable(own)
-        return TextDrafts() if self.is_model_free else Pair()
+        return Portable(Form.TEXT if self.is_model_free else Form.PAIR, None, config, frozenset(setting.options))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check both methods."""

@@ -21,7 +21,7 @@ from outrider.heads.checkpoint import BLOCK
 from outrider.heads.head_runner import CHUNK, newest
 from outrider.proposers.base import Proposer, pick
 from outrider.proposers.head_method import HeadConfig, HeadMethod, Loaded
-from outrider.proposers.portable import BlockDrafter
+from outrider.proposers.portable import Form
 from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner
 from outrider.types import Context, Proposal, Request, scatter_rows
@@ -98,7 +98,7 @@ class BlockProposer(Proposer):
 
 class BlockMethod(HeadMethod):
     proposer = BlockProposer
-    exported = BlockDrafter
+    exported = Form.BLOCK_DRAFTER
     heads = BlockHead
     drafts_with = BLOCK
     own_draft = "dflash"

@@ -21,7 +21,7 @@ from outrider.options import boolean, int_choice, option, shown
 from outrider.proposers.base import Proposer, pick, pick_with_confidence
 from outrider.proposers.chain_stops import ChainStops
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import ParallelModel, SmallModel
+from outrider.proposers.portable import Form, Portable
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner, gguf
 from outrider.runner.loading import context_length, has_own_code, load_config, num_experts, text_config
@@ -190,10 +190,10 @@ class DraftOptions(MethodConfig):
 class DraftModelMethod(MethodSpec):
     proposer: type[Proposer] = DraftModelProposer
     options = DraftOptions
+    exported = Form.SMALL_MODEL
     takes_draft = True
     own_draft = "draft"
     precedence = 3
-    other_tokenizer = False  # whether the draft may have another tokenizer than the target
 
     def build(self, setting: Setting) -> DraftModelProposer:
         """Load the draft. Raises ``OutriderError`` if there is none or the vocabularies differ."""
@@ -230,17 +230,17 @@ class DraftModelMethod(MethodSpec):
                 read_folder(folder)
         return Recognised(what, _num_weights(text_config(config), with_experts=True) / _num_weights(target.config))
 
-    def portable(self, setting: Setting) -> SmallModel:
-        setting = setting.of(self)
-        options = setting.config(DraftOptions)
+    def portable(self, setting: Setting) -> Portable:
+        found = super().portable(setting)
+        options: DraftOptions = found.config
         try:
-            config = _config_of(setting.draft)
+            config = _config_of(found.source)
         except OutriderError:  # such as offline
             is_parallel = bool(options.parallel)
         else:
-            is_parallel = drafts_in_parallel(config, options, setting.draft)
-        kind = ParallelModel if is_parallel else SmallModel
-        return kind(str(setting.draft), other_tokenizer=self.other_tokenizer)
+            is_parallel = drafts_in_parallel(config, options, found.source)
+        form = Form.PARALLEL_MODEL if is_parallel and self.exported is Form.SMALL_MODEL else self.exported
+        return replace(found, form=form, config=replace(options, parallel=is_parallel))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check vocabulary, context, RoPE, dtype and size from the draft's config and tokenizer."""

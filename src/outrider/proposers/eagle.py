@@ -16,7 +16,7 @@ from outrider.options import option, several, whole
 from outrider.proposers.head_method import HeadMethod, Loaded, folder_of
 from outrider.proposers.head_trees import HeadProposer, TreeConfig
 from outrider.proposers.method import Setting
-from outrider.proposers.portable import FeatureHead
+from outrider.proposers.portable import Form
 from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner
 
@@ -47,7 +47,7 @@ class EagleProposer(HeadProposer):
 class EagleMethod(HeadMethod):
     proposer = EagleProposer
     options = EagleConfig
-    exported = FeatureHead
+    exported = Form.FEATURE_HEAD
     heads = EagleHead
     drafts_with = EAGLE
     own_draft = "eagle3"

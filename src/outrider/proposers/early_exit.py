@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.options import option, whole
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import FirstLayers
+from outrider.proposers.portable import Form
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.runner.layer_span import LayerSpan
@@ -64,7 +64,7 @@ class EarlyExitProposer(DraftModelProposer):
 class EarlyExitMethod(MethodSpec):
     proposer = EarlyExitProposer
     options = EarlyExitConfig
-    exported = FirstLayers
+    exported = Form.FIRST_LAYERS
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check on a built-in text whether any exit is expected to be faster than plain decoding."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from outrider.options import int_choice, option
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import FewerBits
+from outrider.proposers.portable import Form
 from outrider.runner.linear import is_packed
 from outrider.runner.passes import PassRunner
 from outrider.runner.quantized import gets_fewer_bits, quantized_bytes, quantized_copy
@@ -40,7 +40,7 @@ class LowBitProposer(DraftModelProposer):
 class LowBitMethod(MethodSpec):
     proposer = LowBitProposer
     options = LowBitConfig
-    exported = FewerBits
+    exported = Form.FEWER_BITS
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Report the memory that the weights add."""

@@ -23,7 +23,7 @@ from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import postprocess_of
 from outrider.options import option, several
 from outrider.proposers.head_method import HeadMethod, Loaded
-from outrider.proposers.portable import ParallelHeads
+from outrider.proposers.portable import Form
 from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.tree_chances import RATES, Drafted, DrawnTree, SiblingRates
 from outrider.proposers.tree_sizes import TreeProposer, TreeSizeConfig
@@ -113,7 +113,7 @@ class MedusaProposer(TreeProposer):
 class MedusaMethod(HeadMethod):
     proposer = MedusaProposer
     options = MedusaConfig
-    exported = ParallelHeads
+    exported = Form.PARALLEL_HEADS
     heads = MedusaHeads
     drafts_with = MEDUSA
     own_draft = "medusa"

@@ -16,7 +16,7 @@ from outrider.hub import local_gguf
 from outrider.memory import on_this_machine
 from outrider.options import CheckedOptions, declared, path_or_text
 from outrider.proposers.base import Proposer
-from outrider.proposers.portable import Portable
+from outrider.proposers.portable import Form, Portable
 from outrider.types import Finding, OutriderError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class MethodSpec(ABC):
 
     proposer: type[Proposer]
     options: type[MethodConfig] = MethodConfig  # the dataclass of its options
-    exported: type[Portable] = Portable  # its description for other engines
+    exported: Form = Form.CUSTOM  # its description for other engines
     takes_draft: bool = False  # whether it uses a draft that the user can name
     drafts_with: DraftKind = MODEL  # the kind of draft that it uses
     comes_with_target: bool = False  # whether it uses the draft in the target's checkpoint if none is named
@@ -161,7 +161,8 @@ class MethodSpec(ABC):
         Raises ``OutriderError`` for invalid options and a missing draft.
         """
         setting = setting.of(self)
-        return self.exported.of(setting.draft, setting.config(self.options), setting.options)
+        source = None if setting.draft is None else str(setting.draft)
+        return Portable(self.exported, source, setting.config(self.options), frozenset(setting.options))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check from files and configs whether the method fits the target, before ``build`` loads anything."""

@@ -15,7 +15,7 @@ from outrider.heads.head_runner import RolloutRunner
 from outrider.heads.mtp import MtpHead
 from outrider.proposers.head_method import HeadMethod, Loaded
 from outrider.proposers.head_trees import HeadProposer, TreeConfig
-from outrider.proposers.portable import OwnHead
+from outrider.proposers.portable import Form
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner, gguf
 
@@ -32,7 +32,7 @@ class MtpProposer(HeadProposer):
 class MtpMethod(HeadMethod):
     proposer = MtpProposer
     options = TreeConfig
-    exported = OwnHead
+    exported = Form.OWN_HEAD
     heads = (MtpHead, AssistantHead)
     drafts_with = MTP
     comes_with_target = True

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from outrider.options import option, whole
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import Lookup
+from outrider.proposers.portable import Form
 from outrider.types import Context, OutriderError, Proposal
 
 
@@ -55,7 +55,7 @@ class NgramProposer(Proposer):
 class NgramMethod(MethodSpec):
     proposer = NgramProposer
     options = NgramConfig
-    exported = Lookup
+    exported = Form.LOOKUP
 
     def build(self, setting: Setting) -> NgramProposer:
         return NgramProposer(setting.config(NgramConfig))

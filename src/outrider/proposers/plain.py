@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.proposers.base import Proposer
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import NoDrafts
+from outrider.proposers.portable import Form
 from outrider.types import Context, Proposal
 
 
@@ -20,7 +20,7 @@ class PlainProposer(Proposer):
 
 class PlainMethod(MethodSpec):
     proposer = PlainProposer
-    exported = NoDrafts
+    exported = Form.NO_DRAFTS
 
     def build(self, setting: Setting) -> PlainProposer:
         setting.config(MethodConfig)

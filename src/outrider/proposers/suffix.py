@@ -20,7 +20,7 @@ from functools import partial
 from outrider.options import number, option, whole
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import TextDrafts
+from outrider.proposers.portable import Form
 from outrider.types import Context, OutriderError, Proposal, Request, owner_of
 
 END = -1  # separator after each earlier text: not a token, so no match or draft crosses it
@@ -289,7 +289,7 @@ class SuffixProposer(Proposer):
 class SuffixMethod(MethodSpec):
     proposer = SuffixProposer
     options = SuffixConfig
-    exported = TextDrafts
+    exported = Form.TEXT
 
     def build(self, setting: Setting) -> SuffixProposer:
         return SuffixProposer(setting.config(SuffixConfig))
