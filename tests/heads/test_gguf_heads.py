@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import LLM, SamplingParams
 from outrider.engine.finding import INSIDE, NEXT_TO, candidates, choices, target_files
-from outrider.heads import block_formats, eagle_formats, findings
+from outrider.heads import block_formats, eagle_formats
 from outrider.heads.checkpoint import BLOCK, EAGLE, kinds_of, read_config, read_folder
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import OutriderError
@@ -308,14 +308,6 @@ def test_a_head_beside_the_target_drafts_the_same_text(name: str, target: Path, 
             assert str(file) in llm.drafter and NEXT_TO in llm.drafter
     assert texts[0] == texts[1] == texts[2]
     assert drafts[0] == 0 < min(drafts[1:])
-
-
-def test_doctor_finds_no_difference_that_only_the_file_format_makes(target: Path, small: None, tmp_path: Path) -> None:
-    HEADS["eagle3"](tmp_path / "head")
-    runner = ModelRunner.load(target / "model.gguf", RunnerConfig(compile="never"))
-    runner.model.config.rms_norm_eps = 1e-5  # the head's, which no float32 is
-    found = {each.topic: each for each in findings.of_eagle(convert(tmp_path / "head"), runner, [])}
-    assert (found["norms"].level, found["norms"].text) == ("ok", "epsilon 1e-05")
 
 
 def test_a_folder_may_hold_a_model_its_head_and_its_encoder_of_images(target: Path, small: None, tmp_path: Path) -> None:

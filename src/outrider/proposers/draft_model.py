@@ -243,7 +243,7 @@ class DraftModelMethod(MethodSpec):
         return replace(found, form=form, config=replace(options, parallel=is_parallel))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Check vocabulary, context, RoPE, dtype and size from the draft's config and tokenizer."""
+        """Check vocabulary, context and size from the draft's config and tokenizer."""
         setting = setting.of(self)
         options = setting.config(DraftOptions)
         config = _config_of(setting.draft, setting.target.config.trust_remote_code)
@@ -359,18 +359,13 @@ def _mask_token(config: PreTrainedConfig) -> Finding:
 
 
 def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int, is_parallel: bool) -> Iterator[Finding]:
-    """Compare context, RoPE, dtype and size of target and draft."""
+    """Compare context and size of target and draft."""
     reach = context_length(draft) or window
     if reach < window:
         text = f"the draft's context of {reach} tokens is shorter than the target's {window}: longer sequences have no drafts"
         yield Finding("note", "context", text)
     else:
         yield Finding("ok", "context", f"the draft covers the target's context of {window} tokens")
-    ropes = [getattr(config, "rope_parameters", None) for config in (target, draft)]
-    if ropes[0] != ropes[1]:
-        yield Finding("note", "RoPE", "target and draft have different rotary settings; each uses its own")
-    if str(draft.dtype).endswith("float32") and not str(target.dtype).endswith("float32"):
-        yield Finding("note", "dtype", "the draft's weights are float32, the target's 16-bit: 16-bit weights would be faster")
     share = _num_weights(draft) / _num_weights(target)
     text = f"the draft is about {share:.0%} of the target's size"
     if share > (1.0 if is_parallel else 0.4):
