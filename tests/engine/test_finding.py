@@ -27,7 +27,8 @@ from outrider.engine.finding import target_files
 from outrider.engine.methods import auto_choice
 from outrider.method_text import split_method
 from outrider.proposers.draft_model import DraftModelMethod, DraftModelProposer
-from outrider.proposers.recognition import MODEL, Recognised, kind_of
+from outrider.heads.checkpoint import MODEL, kind_of
+from outrider.proposers.method import Recognised
 from outrider.registry import DEFAULT_METHOD, PROPOSERS, VERIFIERS
 from outrider.runner.parallel_draft import ParallelDraft
 from outrider.types import OutriderError

@@ -33,7 +33,7 @@ from outrider.export.transformers import Transformers
 from outrider.export.vllm_adapter import KEY, TextProposer
 from outrider.heads import block_formats, eagle_formats
 from outrider.heads.block import BlockHead, BlockShape
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import TargetFiles
 from outrider.registry import PROPOSERS
 from outrider.types import OutriderError
 

@@ -16,7 +16,7 @@ from outrider.heads import block_formats
 from outrider.heads.block import BlockHead, BlockShape
 from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import BLOCK, EAGLE, MODEL, kind_of, kinds_of
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import TargetFiles
 from outrider.registry import PROPOSERS
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import OutriderError

@@ -19,7 +19,7 @@ from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
 from outrider.memory import INDEXES
 from outrider.proposers.head_trees import HeadProposer
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import TargetFiles
 from outrider.runner import ModelRunner, RunnerConfig, blocks
 from outrider.runner.linear import PackedEmbedding
 from outrider.types import OutriderError

@@ -37,7 +37,7 @@ from outrider.heads.checkpoint import (
     write_folder,
 )
 from outrider.heads.eagle import EagleHead, EagleShape
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import TargetFiles
 from outrider.types import OutriderError, dtype_name
 
 FORMAT = 2  # part of the cache key: increment it when the same head and target give other weights

@@ -15,8 +15,8 @@ from outrider.heads import block_formats, eagle_formats, medusa, mtp_formats
 from outrider.heads.block import BlockShape
 from outrider.heads.checkpoint import MTP, find_folder, kinds_of, read_config, read_folder
 from outrider.heads.eagle import EagleShape, check_hidden_states
+from outrider.proposers.method import TargetFiles
 from outrider.proposers.portable import Portable
-from outrider.proposers.recognition import TargetFiles
 from outrider.types import OutriderError
 
 Heads = TypeVar("Heads", bound=nn.Module)

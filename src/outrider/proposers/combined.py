@@ -13,9 +13,9 @@ from torch import Tensor
 
 from outrider.errors import errors_as
 from outrider.method_text import options_by_part
-from outrider.options import option, whole
+from outrider.options import CheckedOptions, option, whole
 from outrider.proposers.base import Proposer, merged
-from outrider.proposers.method import MethodConfig, MethodSpec, Setting
+from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import Form, Portable
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict, joined
 
@@ -23,7 +23,7 @@ MAX_CHUNKS = 64  # of a request, each of which keeps the states of the whole bat
 
 
 @dataclass(frozen=True)
-class CombinedConfig(MethodConfig):
+class CombinedConfig(CheckedOptions):
     """The condition for using the first method's draft."""
 
     min_first: int = option(

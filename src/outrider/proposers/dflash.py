@@ -21,8 +21,8 @@ from outrider.heads.checkpoint import BLOCK
 from outrider.heads.head_runner import CHUNK, newest
 from outrider.proposers.base import Proposer, pick
 from outrider.proposers.head_method import HeadConfig, HeadMethod, Loaded
+from outrider.proposers.method import TargetFiles
 from outrider.proposers.portable import Form
-from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner
 from outrider.types import BatchSampler, Context, Proposal, Request
 

@@ -17,12 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.heads.checkpoint import MODEL, kind_of, read_folder
-from outrider.options import boolean, int_choice, option, shown
+from outrider.options import CheckedOptions, boolean, int_choice, option, shown
 from outrider.proposers.base import Proposer, pick, pick_with_confidence
 from outrider.proposers.chain_stops import ChainStops
-from outrider.proposers.method import MethodConfig, MethodSpec, Setting
+from outrider.proposers.method import MethodSpec, Recognised, Setting, TargetFiles
 from outrider.proposers.portable import Form, Portable
-from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner, gguf
 from outrider.runner.loading import context_length, has_own_code, load_config, num_experts, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
@@ -172,7 +171,7 @@ class DraftModelProposer(Proposer):
 
 
 @dataclass(frozen=True)
-class DraftOptions(MethodConfig):
+class DraftOptions(CheckedOptions):
     """Options of drafting with a model."""
 
     parallel: bool | None = option(

@@ -15,9 +15,8 @@ from outrider.heads.eagle import EagleHead, check_hidden_states
 from outrider.options import option, several, whole
 from outrider.proposers.head_method import HeadMethod, Loaded, folder_of
 from outrider.proposers.head_trees import HeadProposer, TreeConfig
-from outrider.proposers.method import Setting
+from outrider.proposers.method import Setting, TargetFiles
 from outrider.proposers.portable import Form
-from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from outrider.heads.checkpoint import find_folder, kind_of
-from outrider.options import int_choice, option
-from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.recognition import Recognised, TargetFiles
+from outrider.options import CheckedOptions, int_choice, option
+from outrider.proposers.method import MethodSpec, Recognised, Setting, TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.types import Finding, OutriderError
@@ -29,7 +28,7 @@ class Loaded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HeadConfig(MethodConfig):
+class HeadConfig(CheckedOptions):
     """Precision of the head."""
 
     bits: int | None = option(
@@ -39,7 +38,7 @@ class HeadConfig(MethodConfig):
     )
 
 
-class HeadMethod(MethodSpec):
+class HeadMethod(MethodSpec, ABC):
     """A method whose draft is a head, in a folder or as an object."""
 
     options: type[HeadConfig] = HeadConfig

@@ -23,8 +23,8 @@ from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import postprocess_of
 from outrider.options import option, several
 from outrider.proposers.head_method import HeadMethod, Loaded
+from outrider.proposers.method import TargetFiles
 from outrider.proposers.portable import Form
-from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.tree_chances import RATES, Drafted, DrawnTree, SiblingRates
 from outrider.proposers.tree_sizes import TreeProposer, TreeSizeConfig
 from outrider.proposers.trees import TreeShape, draw_tree

@@ -15,8 +15,8 @@ from outrider.heads.head_runner import RolloutRunner
 from outrider.heads.mtp import MtpHead
 from outrider.proposers.head_method import HeadMethod, Loaded
 from outrider.proposers.head_trees import HeadProposer, TreeConfig
+from outrider.proposers.method import Recognised, TargetFiles
 from outrider.proposers.portable import Form
-from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner, gguf
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.proposers.base import Proposer
-from outrider.proposers.method import MethodConfig, MethodSpec, Setting
+from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import Form
 from outrider.types import Context, Proposal
 
@@ -23,7 +23,7 @@ class PlainMethod(MethodSpec):
     exported = Form.NO_DRAFTS
 
     def build(self, setting: Setting) -> PlainProposer:
-        setting.config(MethodConfig)
+        setting.config(self.options)
         return PlainProposer()
 
 
