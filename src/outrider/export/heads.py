@@ -94,7 +94,7 @@ def block_drafter(
 
 def parallel_heads(kind: Portable, deployment: Deployment, folder: Path) -> tuple[str, int]:
     """Return the folder of the heads in vLLM's format and their number. Raises ``OutriderError`` for heads that do not fit."""
-    heads, _ = medusa.load(kind.source, deployment.config.vocab_size)
+    heads, _ = medusa.load(kind.source, _files(deployment))
     if medusa.is_exported(find_folder(kind.source), heads):
         return kind.source, heads.shape.num_heads
     medusa.export(_as_stored(heads, kind.source), folder / FOLDER, deployment.config.vocab_size)

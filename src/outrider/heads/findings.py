@@ -77,8 +77,7 @@ def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Itera
     """Check Medusa heads."""
     files = HeadFiles.read(folder)
     config, tensors = files.config, files.tensors
-    heads, accuracies = medusa.load(files, target.vocab_size)
-    medusa.check_fit(heads, target)
+    heads, accuracies = medusa.load(files, target)
     yield from _vocabulary(config.get("vocab_size"), target)
     yield from _draft_vocabulary(heads.token_map, tensors, target, sample)
     declared, held = config.get("num_heads", config.get("medusa_num_heads")), heads.shape.num_heads

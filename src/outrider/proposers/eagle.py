@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from outrider.heads import eagle_formats, findings
-from outrider.heads.checkpoint import EAGLE, measured_acceptance
+from outrider.heads.checkpoint import EAGLE, measured, read_config
 from outrider.heads.eagle import EagleHead, check_hidden_states
 from outrider.options import option, several, whole
 from outrider.proposers.head_method import HeadMethod, Loaded, folder_of
@@ -55,7 +55,8 @@ class EagleMethod(HeadMethod):
 
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
         head = eagle_formats.load(folder, target, getattr(target, "model", None))
-        return Loaded(head, f"EAGLE-{head.shape.generation} head", {"acceptance": measured_acceptance(folder)})
+        rates = measured(read_config(folder), "acceptance_by_rank", 1, folder)
+        return Loaded(head, f"EAGLE-{head.shape.generation} head", {"acceptance": rates})
 
     def alternatives(self, setting: Setting) -> list[str]:
         """Return the hidden states shifted by one in each direction, because numbering conventions of EAGLE-3 differ by one."""

@@ -120,8 +120,7 @@ class MedusaMethod(HeadMethod):
     check_files = staticmethod(findings.of_medusa)
 
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
-        heads, accuracies = load(folder, target.vocab_size)
-        check_fit(heads, target)
+        heads, accuracies = load(folder, target)
         return Loaded(heads, "Medusa heads", {"accuracies": accuracies})
 
 
