@@ -86,7 +86,8 @@ class Engine(ABC):
     def refuse(self, deployment: Deployment) -> OutriderError:
         """Return the error for an unsupported method."""
         advice = {**ALTERNATIVES, **self.instead}.get(deployment.kind.form, "serve the plan with `outrider serve`")
-        return OutriderError(f"{self.name} cannot draft with {deployment.kind.form.what} (method {deployment.method!r}): {advice}")
+        what = f"{deployment.kind.form.what} (method {deployment.method!r})"
+        return OutriderError(f"{self.name} cannot draft with {what}: {advice}")
 
 
 def typical(num_drafts: int) -> str:

@@ -60,8 +60,8 @@ class Proposer(ABC):
     def commit(self, context: Context, verdict: Verdict) -> None:  # noqa: B027 - optional
         """Process the verdict, before accepted tokens are appended to the requests. Only needed by proposers with state.
 
-        Called for the requests that it drafted for in this round, with all of them, or one by one after a failure of the target.
-        Those for which it made no draft may be missing. It follows only a ``propose`` that returned.
+        Called for the requests that it drafted for in this round, with all of them, or one by one after a failure of the
+        target. Those for which it made no draft may be missing. It follows only a ``propose`` that returned.
         """
 
     def release(self, request_ids: Sequence[str]) -> None:  # noqa: B027 - optional

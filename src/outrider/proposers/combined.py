@@ -34,8 +34,8 @@ class CombinedConfig(CheckedOptions):
 class CombinedProposer(Proposer):
     """Uses the drafts of one of two proposers for each request.
 
-    The first is model-free and drafts point masses: if the choice depended on sampled drafts, the chosen drafts would not follow
-    the distribution in ``probs``.
+    The first is model-free and drafts point masses: if the choice depended on sampled drafts, the chosen drafts would not
+    follow the distribution in ``probs``.
     """
 
     def __init__(self, first: Proposer, second: Proposer, config: CombinedConfig = CombinedConfig()) -> None:

@@ -69,11 +69,11 @@ class DraftModelProposer(Proposer):
 
     def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft
-        self.drafts_ahead = isinstance(draft, ModelRunner) or draft.drafts_ahead
+        self.drafts_ahead = draft.drafts_ahead
         self._vocab_size = vocab_size  # of the target; the draft's may differ in padding rows of the embedding
-        if isinstance(draft, ModelRunner) and draft.max_drafts is not None:  # its recurrent layers keep that many states
+        if draft.max_drafts is not None:  # its recurrent layers keep that many states
             self.max_drafts = min(self.max_drafts, draft.max_drafts)
-        self._draft_size = draft.vocab_size if isinstance(draft, ModelRunner) else vocab_size
+        self._draft_size = draft.vocab_size
         self._stops = {is_deterministic: ChainStops() for is_deterministic in (True, False)}
         self._started: ChainStops | None = None  # the one that started the chains of this round, if they have prices
 
@@ -376,6 +376,8 @@ def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int, is
 def _num_weights(config: PreTrainedConfig, with_experts: bool = False) -> float:
     """Estimate the number of weights of a transformer, without those of experts, or ``with_experts``, which fill the memory."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if isinstance(inner, (list, tuple)):  # one per layer, as in Gemma 3n
+        inner = sum(inner) / len(inner)
     if with_experts and (count := num_experts(config)):
         inner = count * (getattr(config, "moe_intermediate_size", None) or inner)
     return float(config.num_hidden_layers * width * (4 * width + 3 * inner) + config.vocab_size * width)

@@ -76,7 +76,12 @@ class HeadMethod(MethodSpec, ABC):
 
 def folder_of(setting: Setting) -> Path:
     """Return the folder of the draft, or of the target if it contains its head."""
-    source = setting.target.name if setting.draft is None else setting.draft
+    source, target = setting.draft, setting.target
+    if source is None:
+        if target.name == type(target.model).__name__:
+            lack = "the target is a loaded model, which has no folder with a head"
+            raise OutriderError(f"{lack}: give draft=<folder or hub id>, or --draft")
+        source = target.name
     if not isinstance(source, (str, Path)):
         raise OutriderError(
             f"invalid heads of type {type(source).__name__}: expected a folder, a hub id or a module of outrider.heads"
