@@ -426,7 +426,7 @@ class HeadFiles:
         """Return the width of the target's features, by default the head's, and the hidden states that ``fc`` reads.
 
         ``stated``: these in transformers' numbering, or the layers, counted from 0, whose outputs they are; if the config names
-        neither, they are ``default()``, with a warning. Raise for other ids than integers, and if ``fc`` does not read them all.
+        neither, they are ``default()``, with a warning. Raise for ids that are not integers, and if ``fc`` does not read all.
         """
         states, layers = stated
         width, named = self.integer(self.config, "target_hidden_size", default=hidden_size), states or layers
