@@ -71,7 +71,9 @@ def test_generate_matches_plain_decoding(outrider: Run, target: Path, draft: Pat
 
 def test_a_first_method_with_a_model_is_refused_before_anything_is_loaded(outrider: Run, target: Path, draft: Path) -> None:
     code, _, err = outrider("generate", *models(target, draft), "--method", "draft+suffix", PROMPT)
-    assert code == 2 and "invalid order of methods 'draft+suffix': the first must draft without a model; write suffix+draft" in err
+    assert (
+        code == 2 and "invalid order of methods 'draft+suffix': the first must draft without a model; write suffix+draft" in err
+    )
     assert "loading" not in err
 
 

@@ -25,9 +25,9 @@ from outrider import LLM, SamplingParams, hub
 from outrider.engine import finding
 from outrider.engine.finding import target_files
 from outrider.engine.methods import auto_choice
+from outrider.heads.checkpoint import MODEL, kind_of
 from outrider.method_text import split_method
 from outrider.proposers.draft_model import DraftModelMethod, DraftModelProposer
-from outrider.heads.checkpoint import MODEL, kind_of
 from outrider.proposers.method import Recognised
 from outrider.registry import DEFAULT_METHOD, PROPOSERS, VERIFIERS
 from outrider.runner.parallel_draft import ParallelDraft

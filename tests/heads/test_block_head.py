@@ -362,7 +362,9 @@ WRONG = {
         "drafts 40 of 61 tokens, but the mapping d2t is missing",
     ),
     "a mapping without length": (
-        configured(lambda: head_tensors() | {"lm_head.weight": torch.zeros(40, 32), "d2t": torch.tensor(3)}, speculators_config),
+        configured(
+            lambda: head_tensors() | {"lm_head.weight": torch.zeros(40, 32), "d2t": torch.tensor(3)}, speculators_config
+        ),
         r"d2t has shape \[\], expected 1 dimensions",
     ),
     "mapping beyond the vocabulary": (

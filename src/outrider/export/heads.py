@@ -74,9 +74,7 @@ def num_layers(own: str | None, deployment: Deployment) -> int:
     return next((count for count in counts if isinstance(count, int) and count > 0), 1)
 
 
-def block_drafter(
-    kind: Portable, deployment: Deployment, folder: Path, reads_speculators: bool
-) -> tuple[str, BlockShape]:
+def block_drafter(kind: Portable, deployment: Deployment, folder: Path, reads_speculators: bool) -> tuple[str, BlockShape]:
     """Return the folder of a block drafter, and its shape.
 
     It is converted to z-lab's layout for engines that do not read speculators'. Raises ``OutriderError`` for a head that does

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from outrider.heads.checkpoint import LAYER_KEYS, HeadFiles, TargetSizes, write_folder, written_layers

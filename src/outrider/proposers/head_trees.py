@@ -160,9 +160,7 @@ def _children_of(values: Tensor, parent: Tensor) -> Tensor:
     return values.gather(1, parent[:, :, None].expand(-1, -1, values.shape[2]))
 
 
-def _confident_tree(
-    head: RolloutRunner, context: Context, k: int, root: Step, top_k: int, found: _Candidates
-) -> Proposal:
+def _confident_tree(head: RolloutRunner, context: Context, k: int, root: Step, top_k: int, found: _Candidates) -> Proposal:
     """Expand and re-rank (EAGLE-2, sections 4.1 and 4.2), as long as another level pays."""
     ids, device = context.request_ids, root.logits.device
     beam = torch.full((len(ids), 1), -1, device=device)  # [B, W]: candidate index of each expanded node; -1: the root
