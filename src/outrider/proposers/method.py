@@ -16,7 +16,6 @@ from outrider.memory import on_this_machine
 from outrider.options import CheckedOptions, declared, path_or_text
 from outrider.proposers.base import Proposer
 from outrider.proposers.portable import Form, Portable
-from outrider.runner.loading import load_config, num_layers, text_config
 from outrider.types import Finding, OutriderError
 
 if TYPE_CHECKING:
@@ -46,6 +45,8 @@ class TargetFiles:
     @classmethod
     def read(cls, name: str, folder: Path, trusts_code: bool = False) -> TargetFiles:
         """Read the config of a folder or GGUF file. Raises ``OutriderError`` if it has no readable one."""
+        from outrider.runner.loading import load_config, text_config  # which imports transformers
+
         return cls(name, folder, text_config(load_config(folder)), trusts_code)
 
     @property
@@ -54,6 +55,8 @@ class TargetFiles:
 
     @property
     def num_layers(self) -> int:
+        from outrider.runner.loading import num_layers
+
         return num_layers(self.config)
 
     @property
