@@ -11,9 +11,7 @@ from runner.test_architectures import small_config
 from test_draft_model import Drafting
 
 from outrider import LLM, SamplingParams
-from outrider.proposers.base import ScriptedProposer
 from outrider.proposers.chain_stops import FIRST_RATE, ChainStops
-from outrider.proposers.combined import CombinedConfig, CombinedProposer
 from outrider.proposers.tree_chances import Calibration
 from outrider.types import Context, DraftPrices
 
@@ -74,34 +72,18 @@ def test_confidences_are_calibrated_by_what_is_accepted():
     assert not started(DraftPrices(0.9 * FIRST_RATE, 0.0)).add([0.5])
 
 
-def test_unused_drafts_of_a_first_method_count_by_the_emitted_tokens(monkeypatch):
-    """Neither drafts that the second method replaces nor those after the requested number are verified."""
-    counted, others = [], []
+@pytest.mark.parametrize("others", [{"temperature": 0.8}, {}])
+def test_a_verdict_does_not_count_for_the_chains_of_an_earlier_round(others, monkeypatch):
+    """The round before had prices and got no verdict, because the target failed."""
+    counted = []
     monkeypatch.setattr(Calibration, "learn", lambda self, confidences, taken: counted.append(taken))
     drafting = Priced(lengths=(5,))
-    first = drafting.proposer
-    second = ScriptedProposer.of_chains(lambda context, k: [others])
-    drafting.proposer = CombinedProposer(first, second, CombinedConfig(min_first=3))
-
-    def learned(prices, k, replaced, accepted, last):
-        """Return what one round counts. ``replaced``, ``last``: make the second drafts and the last token from the first."""
-        counted.clear()
-        drafting.prices = FREE
-        own = first.propose(drafting.context([3]), 3).token_ids[0].tolist()
-        drafting.prices, others[:] = prices, replaced(own)
-        drafting.propose(k)
-        drafting.commit([accepted], [last(own)])
-        return list(counted)
-
-    one = DraftPrices(9.0, 0.0)  # the first drafts one token, which is too few
-    assert learned(one, 4, lambda own: [61, 62], 0, lambda own: own[0]) == [0]
-    assert learned(one, 4, lambda own: [own[0], 62], 2, lambda own: 63) == [0]
-    assert learned(one, 4, lambda own: [61, 62], 1, lambda own: 63) == [None]
-    assert learned(FREE, 2, lambda own: [], 2, lambda own: own[2]) == [0, 0, 0]
-    assert learned(FREE, 2, lambda own: [], 2, lambda own: 61) == [0, 0, None]
-    drafting.prices = FREE
-    assert drafting.propose(3).lens.tolist() == [3]
-    drafting.check()
+    drafting.propose(4)
+    drafting.prices = None
+    drafting.requests[0].params = SamplingParams(**others)
+    drafting.propose(4)
+    drafting.commit([2], [50])
+    assert counted == []
 
 
 @pytest.mark.parametrize("temperature, coupled", [(0.0, False), (0.8, False), (0.8, True)])

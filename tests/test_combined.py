@@ -10,11 +10,11 @@ from runner.rounds import make_request, verdict_of
 from test_draft_model import Drafting
 
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal, merged
-from outrider.proposers.combined import CombinedConfig, CombinedMethod, CombinedProposer
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.combined import CombinedConfig, CombinedProposer
+from outrider.proposers.method import Setting
 from outrider.registry import PROPOSERS
 from outrider.sampling import Sampler
-from outrider.types import Context, OutriderError, Proposal, RequestFault, SamplingParams
+from outrider.types import Context, OutriderError, Proposal, SamplingParams
 
 VOCAB = 9
 
@@ -76,13 +76,6 @@ def test_a_short_draft_of_the_first_is_used_if_the_second_has_none():
     assert chains_of(combined(first, Recorder("none", {})).propose(context_of("a"), 4)) == [[1]]
 
 
-def test_the_second_is_not_called_if_its_drafts_cannot_be_used():
-    first, second = Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {"b": [5]})
-    proposer = combined(first, second)
-    assert chains_of(proposer.propose(context_of("a", "b", limits=[9, 0]), 4)) == [[1, 1, 1], []]
-    assert second.asked == []
-
-
 def test_a_small_k_does_not_make_a_short_match_long_enough():
     first, second = Recorder("first", {"a": [1, 1], "b": [2, 2, 2, 2]}), Recorder("second", {"a": [5, 5], "b": [6]})
     proposer = combined(first, second)
@@ -108,22 +101,13 @@ def test_chains_become_trees_next_to_trees():
     assert proposal.parents[0, :2].tolist() == [-1, 0] and proposal.parents[1].tolist() == [-1, -1, 0, 1]
 
 
-def test_each_method_gets_the_verdict_on_its_own_drafts():
-    first, second = Recorder("first", {"a": [1, 1, 1], "b": [2]}), Recorder("second", {"b": [5, 6], "c": [7, 7]})
-    proposer, context = combined(first, second), context_of("a", "b", "c")
+def test_the_second_method_gets_the_verdict_on_its_own_drafts():
+    first, second = Recorder("first", {"a": [1, 1, 1], "b": [2], "d": [3]}), Recorder("second", {"b": [5, 6], "c": [7, 7]})
+    proposer, context = combined(first, second), context_of("a", "b", "c", "d")
     proposer.propose(context, 3)
-    proposer.commit(context, verdict_of([[0, 1, 2], [0, 1], []], [3, 4, 8]))
-    # for b's and c's drafts the first gets the next token and no accepted draft
-    assert first.told == [(("a", "b", "c"), [[0, 1, 2], [], []], [3, 5, 8])]
+    proposer.commit(context, verdict_of([[0, 1, 2], [0, 1], [], [0]], [3, 4, 8, 9]))
+    assert second.asked == [(("b", "c", "d"), (9, 9, 9), 3)]
     assert second.told == [(("b", "c"), [[0, 1], []], [4, 8])]
-
-
-def test_unused_drafts_that_equal_the_emitted_tokens_count_as_accepted():
-    first, second = Recorder("first", {"a": [5, 6], "b": [5, 4]}), Recorder("second", {"a": [5, 6, 7], "b": [5, 6, 7]})
-    proposer, context = combined(first, second), context_of("a", "b")
-    proposer.propose(context, 3)
-    proposer.commit(context, verdict_of([[0, 1], [0, 1]], [8, 8]))
-    assert first.told == [(("a", "b"), [[0, 1], [0]], [8, 6])]
 
 
 def test_verdicts_for_single_requests_equal_those_for_the_batch():
@@ -133,7 +117,6 @@ def test_verdicts_for_single_requests_equal_those_for_the_batch():
     proposer.propose(context, 3)
     proposer.commit(context_of("c"), verdict_of([[0]], [8]))
     proposer.commit(context_of("b"), verdict_of([[0, 1]], [4]))
-    assert first.told == [(("c",), [[]], [7]), (("b",), [[]], [5])]
     assert second.told == [(("c",), [[0]], [8]), (("b",), [[0, 1]], [4])]
 
 
@@ -142,11 +125,11 @@ def test_a_method_that_was_not_called_gets_no_verdict():
     proposer, context = combined(first, second), context_of("a")
     proposer.propose(context, 3)
     proposer.commit(context, verdict_of([[0]], [3]))
-    assert len(first.told) == 1 and second.told == []
+    assert second.told == []
 
 
 def test_features_are_stored_until_the_second_is_called():
-    first = Recorder("first", {"a": [1, 1, 1]}, needs_hidden=(2,))
+    first = Recorder("first", {"a": [1, 1, 1]})
     second = Recorder("second", {"b": [5]}, needs_hidden=(2, 4))
     proposer = combined(first, second)
     assert proposer.needs_hidden == (2, 4)
@@ -157,7 +140,6 @@ def test_features_are_stored_until_the_second_is_called():
     proposer.propose(context_of("a", "b", hidden=features(10)), 3)
     first.chains = {}
     proposer.propose(context_of("a", "b", hidden=features(20)), 3)
-    assert first.hidden == [{2: [[12.0], [112.0]]}, {2: [[22.0], [122.0]]}]
     assert second.hidden == [{2: [[112.0]], 4: [[114.0]]}, {2: [[12.0, 22.0], [122.0]], 4: [[14.0, 24.0], [124.0]]}]
 
 
@@ -167,40 +149,28 @@ def test_stored_features_are_copied_before_there_are_many():
     batch = torch.arange(400.0)[:, None]
     for start in range(200):
         proposer.propose(context_of("a", hidden={2: [batch[start : start + 1]]}), 3)
-    stored = proposer._second._unseen["a"][2]
+    stored = proposer._unread["a"][2]
     assert len(stored) <= 64 and stored[0].data_ptr() != batch.data_ptr()
-    proposer._first.proposer.chains = {}
+    proposer._first.chains = {}
     proposer.propose(context_of("a", hidden={2: [batch[200:201]]}), 3)
     assert second.hidden == [{2: [[float(value) for value in range(201)]]}]
 
 
 def test_a_released_request_is_released_in_both_methods():
-    first, second = Recorder("first", {}, needs_hidden=(1,)), Recorder("second", {}, needs_hidden=(1,))
+    first, second = Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {}, needs_hidden=(1,))
     proposer = combined(first, second)
-    proposer.propose(context_of("a", limits=[0], hidden={1: [torch.ones(1, 1)]}), 3)
+    proposer.propose(context_of("a", hidden={1: [torch.ones(1, 1)]}), 3)
     proposer.release(["a"])
     assert first.released == second.released == ["a"]
+    first.chains = {}
     proposer.propose(context_of("a", hidden={1: [torch.zeros(1, 1)]}), 3)
     assert second.hidden == [{1: [[0.0]]}]
 
 
 def test_a_first_method_that_samples_its_drafts_is_rejected():
     """Keeping or dropping a sampled draft because of its value would change the distribution of the kept ones."""
-    with pytest.raises(OutriderError, match="invalid order of methods"):
+    with pytest.raises(OutriderError, match="'drawing' samples its drafts"):
         combined(Recorder("drawing", {"a": [1]}, probs=True), Recorder("second", {})).propose(context_of("a"), 3)
-
-
-@pytest.mark.parametrize("coupled", [False, True])
-def test_a_first_method_that_declares_to_sample_is_not_called_in_sampled_rounds(coupled):
-    first, second = Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {"a": [5], "b": [6, 6]})
-    first.samples_drafts = True
-    proposer, context = combined(first, second), context_of("a", "b")
-    for request in context.requests:
-        request.params = SamplingParams(temperature=0.8)
-    context = replace(context, sampler=Sampler(context.requests, VOCAB, coupled=coupled))
-    assert chains_of(proposer.propose(context, 4)) == [[1, 1, 1] if coupled else [5], [6, 6]]
-    proposer.commit(context, verdict_of([[], [0]], [3, 4]))
-    assert len(first.asked) == len(first.told) == coupled
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -228,26 +198,6 @@ def test_a_draft_model_catches_up_after_rounds_in_which_it_was_not_called(temper
         drafting.commit(accepted, [50, 51, 52])
 
 
-def test_a_fault_of_the_second_leaves_no_unverified_drafts_in_the_cache_of_the_first():
-    """The other requests continue without a verdict on their drafts."""
-    drafting = Drafting(lengths=(5, 50), max_position_embeddings=52)  # the second request has no drafts of the first method
-    draft, calls = drafting.proposer, []
-
-    def faulty(context, k):
-        calls.append(context.request_ids)
-        raise RequestFault(["r1"], "injected")
-
-    drafting.proposer = combined(draft, ScriptedProposer(faulty))
-    with pytest.raises(RequestFault, match="injected"):
-        drafting.propose(4)
-    assert calls == [("r1",)]
-    del drafting.requests[1]
-    drafting.requests[0].token_ids += [1, 2, 3, 4, 5]  # not the drafts
-    drafting.proposer = draft
-    assert drafting.propose(4).lens.tolist() == [4]
-    drafting.check()
-
-
 def test_two_names_joined_by_a_plus_make_one_method():
     joint = PROPOSERS.get("suffix+ngram")
     proposer = joint.build(Setting(None, options={"suffix.min_match": "3", "min_first": "5"}))
@@ -267,28 +217,14 @@ def test_two_names_joined_by_a_plus_make_one_method():
         ("suffix+ngram", {"draft.n": 3}, "invalid option 'draft.n' of suffix.ngram: expected suffix.option or ngram.option"),
         ("suffix+ngram", {"min_first": 0}, "invalid min_first 0: expected a whole number, at least 1"),
         ("suffix+draft", {}, "needs a draft model"),
+        ("draft+suffix", {}, "invalid order of methods 'draft.suffix': .* without a model; write suffix.draft$"),
+        ("draft+early-exit", {}, "invalid order of methods 'draft.early-exit': the first must draft without a model$"),
     ],
 )
 def test_combinations_that_cannot_be_built_are_rejected_in_one_line(name, options, message):
     with pytest.raises(OutriderError, match=message) as error:
         PROPOSERS.get(name).build(Setting(None, options=options))
     assert "\n" not in str(error.value)
-
-
-class Sampling(MethodSpec):
-    """A method that samples its drafts."""
-
-    def __init__(self, name):
-        self.proposer = type(name, (Recorder,), {"name": name, "samples_drafts": True})
-
-    def build(self, setting):
-        return self.proposer(self.name, {})
-
-
-@pytest.mark.parametrize("same_text", [True, False])
-def test_drafts_that_the_first_method_would_sample_are_a_warning_unless_none_are_sampled(same_text, caplog):
-    CombinedMethod(Sampling("one"), Sampling("two")).build(Setting(None, same_text=same_text))
-    assert len(caplog.records) == (not same_text)
 
 
 def test_merging_keeps_every_row_and_leaves_the_others_empty():

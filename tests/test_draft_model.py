@@ -10,6 +10,7 @@ from draft_rounds import DraftRounds
 from runner.rounds import make_model, make_request, make_text, plain_logits, untouched
 from runner.test_architectures import small_config
 from tiny_folder import make_folder, make_tokenizer
+from transformers import PreTrainedConfig
 
 from outrider import native
 from outrider.proposers import draft_model
@@ -91,6 +92,13 @@ def test_proposing_again_after_an_abandoned_round_gives_the_same_drafts():
     second = drafting.propose(3)
     assert torch.equal(first.token_ids, second.token_ids)
     drafting.check()
+
+
+def test_the_size_of_layers_of_different_widths_is_estimated():
+    """Gemma 3n's config lists the width of each layer."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10}
+    one, two = (draft_model._num_weights(PreTrainedConfig(**sizes, intermediate_size=each)) for each in (24, [16, 32]))
+    assert one == two == 2 * 8 * (4 * 8 + 3 * 24) + 10 * 8
 
 
 def test_drafts_are_sampled_from_their_probabilities():

@@ -18,8 +18,7 @@ from toy import outputs_of
 from outrider import LLM
 from outrider.cli import main
 from outrider.proposers.draft_model import METHOD, DraftModelProposer
-from outrider.proposers.method import Setting
-from outrider.proposers.recognition import Recognised, TargetFiles
+from outrider.proposers.method import Recognised, Setting, TargetFiles
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.parallel_draft import ParallelDraft, mask_token_of
 from outrider.types import OutriderError, SamplingParams

@@ -93,6 +93,7 @@ def declared(config: Any) -> dict[str, Option]:
     return {each.name: each.metadata[OPTION] for each in fields(config) if OPTION in each.metadata}
 
 
+@dataclass(frozen=True)
 class CheckedOptions:
     """Base class of frozen dataclasses of options, which are validated and normalised.
 

@@ -69,12 +69,12 @@ def test_generate_matches_plain_decoding(outrider: Run, target: Path, draft: Pat
     assert "30 tokens" in err and "tok/s" in err and "time: draft" in err
 
 
-def test_a_first_method_that_samples_is_a_warning_and_not_a_failure(outrider: Run, target: Path, draft: Path) -> None:
-    methods = ["--method", "draft+suffix", "--temperature", 0.7, "--max-tokens", 20]
-    code, _, err = outrider("generate", *models(target, draft), *methods, PROMPT)
-    warning = "draft+suffix: sampled requests are drafted for by suffix only"
-    assert code == 0 and err.index(warning) < err.index("processing the prompt") and "failed" not in err
-    assert warning not in outrider("generate", *models(target, draft), "--method", "suffix+draft", PROMPT)[2]
+def test_a_first_method_with_a_model_is_refused_before_anything_is_loaded(outrider: Run, target: Path, draft: Path) -> None:
+    code, _, err = outrider("generate", *models(target, draft), "--method", "draft+suffix", PROMPT)
+    assert (
+        code == 2 and "invalid order of methods 'draft+suffix': the first must draft without a model; write suffix+draft" in err
+    )
+    assert "loading" not in err
 
 
 def test_generate_follows_a_json_schema(outrider: Run, target: Path, tmp_path: Path) -> None:

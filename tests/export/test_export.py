@@ -33,7 +33,7 @@ from outrider.export.transformers import Transformers
 from outrider.export.vllm_adapter import KEY, TextProposer
 from outrider.heads import block_formats, eagle_formats
 from outrider.heads.block import BlockHead, BlockShape
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import TargetFiles
 from outrider.registry import PROPOSERS
 from outrider.types import OutriderError
 
@@ -570,13 +570,13 @@ def test_own_code_is_refused_for_other_methods(export: Any) -> None:
 
 def test_every_method_has_a_portable_description() -> None:
     from outrider.proposers.method import Setting
-    from outrider.proposers.portable import Portable
+    from outrider.proposers.portable import Form
 
     setting = Setting.without_target(draft="owner/name", drafts={"medusa": "owner/heads", "eagle3": "owner/head"})
     kinds = {name: PROPOSERS.get(name).portable(setting) for name in PROPOSERS if not PROPOSERS.get(name).takes_draft}
     kinds |= {name: PROPOSERS.get(name).portable(setting) for name in PROPOSERS if PROPOSERS.get(name).takes_draft}
     assert set(kinds) == set(PROPOSERS)
-    assert all(type(kind) is not Portable and kind.what for kind in kinds.values())
+    assert all(kind.form is not Form.CUSTOM and kind.form.what for kind in kinds.values())
 
 
 def test_the_command_writes_a_folder_and_names_its_script(

@@ -20,7 +20,7 @@ from outrider.engine.finding import choices, known_drafters
 from outrider.heads import assistant, mtp_formats
 from outrider.heads.assistant import AssistantRunner
 from outrider.heads.checkpoint import MTP, kinds_of
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import TargetFiles
 from outrider.registry import PROPOSERS
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import IMPOSSIBLE_LOGIT, OutriderError

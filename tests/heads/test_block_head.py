@@ -16,7 +16,7 @@ from outrider.heads import block_formats
 from outrider.heads.block import BlockHead, BlockShape
 from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import BLOCK, EAGLE, MODEL, kind_of, kinds_of
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import TargetFiles
 from outrider.registry import PROPOSERS
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import OutriderError
@@ -353,13 +353,19 @@ WRONG = {
         r"reads hidden states \(1, 3, 10\), but .* has 5 layers",
     ),
     "other vocabulary": (configured(vocab_size=99), "drafts 99|made for 99 tokens, but .* has 61"),
-    "other width": (configured(hidden_size=64, target_hidden_size=32), "hidden size 64 but no embedding"),
+    "other width": (configured(hidden_size=64, target_hidden_size=32), r"fc.weight has shape \[32, 96\], expected \[64, 96\]"),
     "odd section": (configured(dflash_config=[1, 2]), "dflash_config in config.json must be an object, got a list"),
     "odd kind of layer": (configured(layer_types=["full_attention", "linear_attention"]), "kind of layer 'linear_attention'"),
     "window without a size": (configured(**SLIDING | {"sliding_window": None}), "config.json says sliding_window=None"),
     "reduced without its mapping": (
         configured(lambda: head_tensors() | {"lm_head.weight": torch.zeros(40, 32)}, speculators_config, draft_vocab_size=40),
         "drafts 40 of 61 tokens, but the mapping d2t is missing",
+    ),
+    "a mapping without length": (
+        configured(
+            lambda: head_tensors() | {"lm_head.weight": torch.zeros(40, 32), "d2t": torch.tensor(3)}, speculators_config
+        ),
+        r"d2t has shape \[\], expected 1 dimensions",
     ),
     "mapping beyond the vocabulary": (
         configured(

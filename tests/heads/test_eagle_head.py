@@ -14,12 +14,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider import LLM, SamplingParams, native
 from outrider.heads import eagle_formats, own_tables
-from outrider.heads.checkpoint import measured_acceptance, read_folder, tensor_names
+from outrider.heads.checkpoint import measured, read_folder, tensor_names
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
 from outrider.memory import INDEXES
 from outrider.proposers.head_trees import HeadProposer
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import TargetFiles
 from outrider.runner import ModelRunner, RunnerConfig, blocks
 from outrider.runner.linear import PackedEmbedding
 from outrider.types import OutriderError
@@ -172,7 +172,7 @@ def test_an_exported_head_equals_the_original(source, kind, tmp_path, target):
         wanted = target.model.get_input_embeddings() if lent and name == "embed_tokens.weight" else None
         torch.testing.assert_close(tensor, first.embedding_table() if wanted is not None else first.state_dict()[name])
     assert second.shape.config.rope_parameters["rope_theta"] == 5000.0
-    assert measured_acceptance(tmp_path / "out") == (0.7, 0.1)
+    assert measured(config, "acceptance_by_rank", 1, tmp_path) == [0.7, 0.1]
 
 
 def test_the_native_export_has_the_names_and_shapes_of_the_format(tmp_path, target):
@@ -279,7 +279,7 @@ WRONG = {
     "shape": (lambda folder: set_config(folder, intermediate_size=64), r"has shape \[48, 32\], expected \[64, 32\]"),
     "layers": (
         lambda folder: set_config(folder, eagle_aux_hidden_state_layer_ids=[1, 2]),
-        "reads 3 features, but its config names",
+        r"fc.weight has shape \[32, 96\], expected 64 inputs: its config names the hidden states \(1, 2\) of 32",
     ),
     "other layers": (lambda folder: set_config(folder, model_type="gemma2"), "unsupported layers gemma2"),
     "norms within a head": (

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import LLM, SamplingParams
 from outrider.engine.finding import INSIDE, NEXT_TO, candidates, choices, target_files
-from outrider.heads import block_formats, eagle_formats, findings
+from outrider.heads import block_formats, eagle_formats
 from outrider.heads.checkpoint import BLOCK, EAGLE, kinds_of, read_config, read_folder
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import OutriderError
@@ -310,14 +310,6 @@ def test_a_head_beside_the_target_drafts_the_same_text(name: str, target: Path, 
     assert drafts[0] == 0 < min(drafts[1:])
 
 
-def test_doctor_finds_no_difference_that_only_the_file_format_makes(target: Path, small: None, tmp_path: Path) -> None:
-    HEADS["eagle3"](tmp_path / "head")
-    runner = ModelRunner.load(target / "model.gguf", RunnerConfig(compile="never"))
-    runner.model.config.rms_norm_eps = 1e-5  # the head's, which no float32 is
-    found = {each.topic: each for each in findings.of_eagle(convert(tmp_path / "head"), runner, [])}
-    assert (found["norms"].level, found["norms"].text) == ("ok", "epsilon 1e-05")
-
-
 def test_a_folder_may_hold_a_model_its_head_and_its_encoder_of_images(target: Path, small: None, tmp_path: Path) -> None:
     HEADS["dflash"](tmp_path / "a" / "head")
     folder = tmp_path / "model"
@@ -355,7 +347,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "no layers": ("eagle3", {"target_layers": None}, "its header lacks 'target_layers'"),
     "no mask token": ("dflash", {"tokenizer.ggml.mask_token_id": None}, "mask_token_id=None: expected a whole number"),
-    "other width": ("eagle3", {"target_hidden_size": 40}, "the input width 96 of fc is not a multiple of 40"),
+    "other width": ("eagle3", {"target_hidden_size": 40}, "fc.weight has shape [32, 96], expected 120 inputs"),
 }
 
 

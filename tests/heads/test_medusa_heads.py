@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from toy import make_request
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.heads import medusa
-from outrider.heads.checkpoint import measured_acceptance, tensor_names
+from outrider.heads.checkpoint import measured, tensor_names
 from outrider.proposers.medusa import MedusaConfig, MedusaProposer
 from outrider.proposers.method import Setting
 from outrider.registry import PROPOSERS
@@ -23,6 +24,7 @@ from . import reference
 from .writers import HIDDEN, write_medusa, write_vllm_medusa
 
 VOCAB = 40
+SIZES = SimpleNamespace(name="target", hidden_size=HIDDEN, num_layers=2, vocab_size=VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def target():
 def test_the_original_format_computes_the_papers_formula(layers, tmp_path):
     """The config says two heads, but the file has three: the file counts."""
     weights = write_medusa(tmp_path, VOCAB, 3, layers=layers)
-    heads, accuracies = medusa.load(tmp_path, VOCAB)
+    heads, accuracies = medusa.load(tmp_path, SIZES)
     assert heads.shape.num_heads == 3 and heads.shape.num_layers == layers and accuracies is None
     hidden = torch.randn(5, HIDDEN)
     for head in range(3):
@@ -49,7 +51,7 @@ def test_the_original_format_computes_the_papers_formula(layers, tmp_path):
 
 def test_vllms_format_with_a_token_map(tmp_path):
     weights = write_vllm_medusa(tmp_path, VOCAB, 2, map_to=15)
-    heads, _ = medusa.load(tmp_path, VOCAB)
+    heads, _ = medusa.load(tmp_path, SIZES)
     hidden = torch.randn(3, HIDDEN)
     for head in range(2):
         blocked = hidden + torch.nn.functional.silu(hidden @ weights[f"blocks.{head}.layers.0.weight"].T)
@@ -59,10 +61,10 @@ def test_vllms_format_with_a_token_map(tmp_path):
 
 def test_exported_heads_are_in_vllms_format_and_equal_the_original(tmp_path):
     write_medusa(tmp_path / "in", VOCAB, 3)
-    first, _ = medusa.load(tmp_path / "in", VOCAB)
+    first, _ = medusa.load(tmp_path / "in", SIZES)
     medusa.export(first, tmp_path / "out", VOCAB, [(0.5, 0.2), (0.3, 0.1), (0.2, 0.1)])
-    second, accuracies = medusa.load(tmp_path / "out", VOCAB)
-    assert accuracies == ((0.5, 0.2), (0.3, 0.1), (0.2, 0.1))
+    second, accuracies = medusa.load(tmp_path / "out", SIZES)
+    assert accuracies == [[0.5, 0.2], [0.3, 0.1], [0.2, 0.1]]
     assert all(torch.equal(tensor, first.state_dict()[name]) for name, tensor in second.state_dict().items())
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     wanted = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB}
@@ -70,7 +72,7 @@ def test_exported_heads_are_in_vllms_format_and_equal_the_original(tmp_path):
     assert "blocks.0.layers.0.weight" in second.state_dict() and "lm_heads.0.weight" in second.state_dict()
     assert medusa.is_exported(tmp_path / "out", second)
     file = tmp_path / "out" / "model.safetensors"
-    assert not medusa.is_exported(file, medusa.load(file, VOCAB)[0])  # other engines read folders only
+    assert not medusa.is_exported(file, medusa.load(file, SIZES)[0])  # other engines read folders only
 
 
 @pytest.mark.parametrize(
@@ -87,14 +89,13 @@ def test_stored_accuracies_of_another_form_are_refused(tmp_path, stored, message
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"outrider": stored}))
     with pytest.raises(OutriderError, match=message):
-        medusa.load(tmp_path, VOCAB)
+        medusa.load(tmp_path, SIZES)
 
 
 @pytest.mark.parametrize("stored", [["a"], [[0.5]], "0.5", [True]])
-def test_stored_acceptance_of_another_form_is_refused(tmp_path, stored):
-    (tmp_path / "config.json").write_text(json.dumps({"outrider": {"acceptance_by_rank": stored}}))
+def test_stored_acceptance_of_another_form_is_refused(stored):
     with pytest.raises(OutriderError, match=r"acceptance_by_rank=.*: expected a list of numbers from 0 to 1"):
-        measured_acceptance(tmp_path)
+        measured({"outrider": {"acceptance_by_rank": stored}}, "acceptance_by_rank", 1, "head")
 
 
 def test_weight_files_without_named_tensors_are_refused(tmp_path):
@@ -157,18 +158,18 @@ def test_without_heads_the_error_names_what_is_needed(method, message, target):
 
 def test_heads_for_another_target_are_rejected(target, tmp_path):
     write_medusa(tmp_path / "vocab", VOCAB + 2, 2)
-    with pytest.raises(OutriderError, match="vocabulary of 42 tokens, but the target has 40"):
-        medusa.load(tmp_path / "vocab", VOCAB)
+    with pytest.raises(OutriderError, match="vocabulary of 42 tokens, but target has 40"):
+        medusa.load(tmp_path / "vocab", SIZES)
     weights = write_vllm_medusa(tmp_path / "map", VOCAB, 2, map_to=15)
     for odd in (-3, VOCAB):
         weights["token_map"][4] = odd
         save_file(weights, tmp_path / "map" / "model.safetensors")
-        with pytest.raises(OutriderError, match=f"its token map contains token {odd}, but the target has 40"):
-            medusa.load(tmp_path / "map", VOCAB)
+        with pytest.raises(OutriderError, match=f"token map contains token {odd}, but target has 40"):
+            medusa.load(tmp_path / "map", SIZES)
     write_vllm_medusa(tmp_path / "none", VOCAB, 2)
     (tmp_path / "none" / "model.safetensors").write_bytes(b"\x08")
     with pytest.raises(OutriderError, match="cannot read"):
-        medusa.load(tmp_path / "none", VOCAB)
+        medusa.load(tmp_path / "none", SIZES)
     wide = medusa.MedusaHeads(medusa.MedusaShape(1, 1, HIDDEN * 2, VOCAB))
     with pytest.raises(OutriderError, match="hidden size 64"):
         MedusaProposer(wide, target)

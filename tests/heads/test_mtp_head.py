@@ -230,6 +230,11 @@ def test_a_head_for_another_target_is_rejected(tmp_path):
         mtp_formats.load(tmp_path / "a", ModelRunner.load(str(tmp_path / "glm"), CONFIG))
 
 
+def test_a_loaded_target_has_no_folder_with_a_head():
+    with pytest.raises(OutriderError, match="loaded model, which has no folder with a head: give draft="):
+        LLM(tiny_target("qwen2"), method="mtp", compile="never")
+
+
 def test_a_model_with_more_layers_is_not_a_head(tmp_path):
     tiny_target("qwen2", num_hidden_layers=3).save_pretrained(tmp_path / "deep")
     with pytest.raises(OutriderError, match=r"lacks .*, the first model.layers.2.eh_proj.weight"):

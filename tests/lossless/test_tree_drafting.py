@@ -19,7 +19,7 @@ from outrider.proposers.tree_chances import Calibration, Floats
 from outrider.proposers.tree_sizes import TreeCosts
 from outrider.proposers.trees import best_tree, next_sibling_probs, shape_of
 from outrider.sampling import Sampler
-from outrider.types import Context, Proposal, SamplingParams
+from outrider.types import Context, Proposal, Request, SamplingParams
 from outrider.verifiers.rejection import RejectionVerifier
 
 from .enumeration import (
@@ -73,9 +73,9 @@ class TableHead:
         return self._after(first)
 
 
-def confident_tree(text: Text, round_: head_trees._Round, top_k: int, found: head_trees._Candidates) -> Proposal:
-    head = TableHead(text)
-    return head_trees._confident_tree(head, round_, head.root, top_k, found)
+def confident_tree(request: Request, k: int, top_k: int, found: head_trees._Candidates, limit: int = 9) -> Proposal:
+    head, context = TableHead(tuple(request.token_ids)), Context((request,), (limit,), Sampler([request], VOCAB))
+    return head_trees._confident_tree(head, context, k, head.root, top_k, found)
 
 
 class Believing(Calibration):
@@ -104,9 +104,8 @@ def drawn(output: Text, params: SamplingParams) -> Drafts:
     for script in itertools.product(range(VOCAB), repeat=len(SHAPE.parents)):
         request = make_request(PROMPT + output, params, num_prompt=len(PROMPT))
         sampler = Scripted(script, request)
-        round_ = head_trees._Round(Context((request,), (9,), sampler), [0], max(SHAPE.depths), VOCAB)
         head = TableHead(PROMPT + output)
-        proposal = head_trees._drawn_tree(head, round_, head.root, SHAPE)
+        proposal = head_trees._drawn_tree(head, Context((request,), (9,), sampler), head.root, SHAPE)
         if sampler.weight > 0:
             rows.append(proposal)
             weights.append(sampler.weight)
@@ -192,9 +191,7 @@ def test_harness_detects_siblings_sampled_without_replacement_but_not_declared(m
 def test_the_confident_tree_contains_the_likeliest_paths(k: int) -> None:
     """Compare with all paths of the table: the chosen nodes are those with the highest products of probabilities."""
     text: Text = PROMPT
-    sampler = Sampler([make_request(text)], VOCAB)
-    round_ = head_trees._Round(Context((make_request(text),), (9,), sampler), [0], k, VOCAB)
-    proposal = confident_tree(text, round_, VOCAB**2, head_trees._Candidates(5, Believing()))
+    proposal = confident_tree(make_request(text), k, VOCAB**2, head_trees._Candidates(5, Believing()))
     worth: dict[Text, float] = {}
     for depth in range(1, k + 1):
         for path in itertools.product(range(VOCAB), repeat=depth):
@@ -212,23 +209,20 @@ def test_the_confident_tree_contains_the_likeliest_paths(k: int) -> None:
 def test_impossible_tokens_are_in_no_tree() -> None:
     """For any maximum size and any calibration of small confidences."""
     request = make_request(PROMPT, SamplingParams(banned_token_ids=(1,)))
-    round_ = head_trees._Round(Context((request,), (9,), Sampler([request], VOCAB)), [0], 2, VOCAB)
-    proposal = confident_tree(PROMPT, round_, VOCAB, head_trees._Candidates(50, Calibration()))
+    proposal = confident_tree(request, 2, VOCAB, head_trees._Candidates(50, Calibration()))
     assert int(proposal.lens[0]) == (VOCAB - 1) + (VOCAB - 1) ** 2
     assert 1 not in proposal.token_ids[0, : int(proposal.lens[0])]
 
 
 def test_higher_acceptance_than_confidence_gives_deeper_trees() -> None:
     """A level pays for a draft that is accepted in nine of ten rounds, but not at the acceptance in this table."""
-    sampler = Sampler([make_request(PROMPT)], VOCAB)
-    round_ = head_trees._Round(Context((make_request(PROMPT),), (9,), sampler), [0], 6, VOCAB)
-    calibration = Calibration()
+    request, calibration = make_request(PROMPT), Calibration()
     prices = TreeCosts(1, 0.0, [1.0 + 0.3 * nodes for nodes in range(7)])
 
     def drafted() -> tuple[int, list[float]]:
         found = head_trees._Candidates(6, calibration, prices, perf_counter())
-        confident_tree(PROMPT, round_, 2, found)
-        return found.num_levels, found.drafted[round_.ids[0]].confidences
+        confident_tree(request, 6, 2, found)
+        return found.num_levels, found.drafted[request.request_id].confidences
 
     depth, confidences = drafted()
     for _ in range(100):
@@ -237,10 +231,7 @@ def test_higher_acceptance_than_confidence_gives_deeper_trees() -> None:
 
 
 def test_a_limit_bounds_the_depth_of_the_tree() -> None:
-    sampler = Sampler([make_request(PROMPT)], VOCAB)
-    round_ = head_trees._Round(Context((make_request(PROMPT),), (1,), sampler), [0], 3, VOCAB)
-    round_.limits = [1]
-    proposal = confident_tree(PROMPT, round_, 2, head_trees._Candidates(6, Believing()))
+    proposal = confident_tree(make_request(PROMPT), 3, 2, head_trees._Candidates(6, Believing()), limit=1)
     assert set(proposal.parents[0, : int(proposal.lens[0])].tolist()) == {-1}
 
 

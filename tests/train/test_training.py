@@ -674,7 +674,7 @@ def test_a_new_head_has_the_rope_of_its_target_also_when_it_is_read_back(kind, t
         eagle_formats.export(head, tmp_path / "head", "speculators" if kind == "speculators" else "native")
         again = eagle_formats.load(tmp_path / "head", runner)
     assert head.shape.config.rope_parameters == again.shape.config.rope_parameters == LLAMA3
-    assert not list(findings._rope(again, runner))  # the doctor has no remark
+    assert not list(findings._context(again, runner))  # the doctor has no remark
 
 
 @pytest.mark.parametrize(

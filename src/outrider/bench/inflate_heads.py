@@ -28,13 +28,13 @@ from outrider.heads.checkpoint import (
     MTP,
     find_folder,
     kind_of,
-    measured_acceptance,
+    measured,
     read_config,
     read_folder,
     write_folder,
 )
 from outrider.heads.eagle import EagleHead, EagleShape
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import TargetFiles
 from outrider.types import OutriderError, dtype_name
 
 FORMAT = 2  # part of the cache key: increment it when the same head and target give other weights
@@ -241,13 +241,12 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
         elif kind == BLOCK:
             write_folder(part, *wide_block(folder, facts))
         elif kind == MEDUSA:
-            heads, accuracies = medusa.load(folder, facts.vocab_size)
+            heads, accuracies = medusa.load(folder, facts.small_target)
             medusa.export(wide_medusa(heads, facts), part, facts.vocab_size, accuracies)
         else:
             head = eagle_formats.load(folder, facts.small_target)
-            acceptance = measured_acceptance(folder)
-            made = wide_eagle(head, facts)
-            eagle_formats.export(made, part, verifier=str(target), acceptance=list(acceptance) if acceptance else None)
+            acceptance = measured(read_config(folder), "acceptance_by_rank", 1, folder)
+            eagle_formats.export(wide_eagle(head, facts), part, verifier=str(target), acceptance=acceptance)
     return out
 
 

@@ -17,12 +17,12 @@ from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import errors_as, one_line
+from outrider.heads.checkpoint import MODEL, kind_of
 from outrider.memory import on_this_machine
 from outrider.method_text import split_method
 from outrider.options import declared
 from outrider.proposers.base import Proposer
-from outrider.proposers.method import Setting
-from outrider.proposers.recognition import MODEL, TargetFiles, kind_of
+from outrider.proposers.method import Setting, TargetFiles
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
 from outrider.runner import ModelRunner, RunnerConfig, tokenizers
 from outrider.runner.loading import text_config
@@ -182,7 +182,6 @@ def _built(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedT
             load_tokenizer(speculation.draft_tokenizer, runner.config.trust_remote_code),
             options=options | dict(speculation.method_options),
             drafts=speculation.drafts,
-            same_text=speculation.same_text,
         )
     )
     return proposer

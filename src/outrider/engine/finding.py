@@ -19,11 +19,12 @@ from huggingface_hub import constants
 
 from outrider.errors import first_line
 from outrider.files import expanded
+from outrider.heads.checkpoint import find_folder, kind_of, loose_files
+from outrider.heads.gguf_heads import is_head as is_gguf_head
 from outrider.hub import QUANTISATION, fetch, fetch_configs, is_hub_id, local_gguf
 from outrider.memory import gguf_parts, on_this_machine, size, weight_bytes, weight_files
 from outrider.method_text import join_method, split_method
-from outrider.proposers.method import MethodSpec
-from outrider.proposers.recognition import TargetFiles, find_folder, is_gguf_head, kind_of, loose_files
+from outrider.proposers.method import MethodSpec, TargetFiles
 from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS
 from outrider.runner import gguf
 from outrider.runner.tokenizers import DifferentVocabulary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from outrider.engine.plan import Plan, located, served_name
 from outrider.hub import local_gguf
 from outrider.method_text import split_method
 from outrider.proposers.method import Setting
-from outrider.proposers.portable import NoDrafts, Portable, SmallModel, TreeHead
+from outrider.proposers.portable import Form, Portable
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.tokenizers import DifferentVocabulary, check_same_vocabulary
@@ -54,8 +54,8 @@ class Deployment:
     @property
     def k(self) -> int:
         """Return the number of drafts per round, at most the method's depth; a typical one if the plan sets none."""
-        k = self.kind.usual_k if self.own_k is None else self.own_k
-        depth = self.kind.max_depth if isinstance(self.kind, TreeHead) else None
+        k = self.kind.form.usual_k if self.own_k is None else self.own_k
+        depth = self.kind.config.max_depth if self.kind.drafts_trees else None
         return min(k, depth or k)
 
     @property
@@ -65,10 +65,10 @@ class Deployment:
 
     @property
     def lost_options(self) -> list[str]:
-        """Return the method's given options that its portable form lacks."""
-        known = {"draft", "parallel", *(each.name for each in fields(self.kind))}  # the form's class says whether in parallel
-        is_used = not isinstance(self.kind, NoDrafts)
-        return [name for name in split_method(self.method)[1] if is_used and name not in known]
+        """Return the method's given options that other engines lack."""
+        form = self.kind.form
+        known = {"draft", "parallel", *form.carried}  # the form says whether in parallel
+        return [name for name in split_method(self.method)[1] if form is not Form.NO_DRAFTS and name not in known]
 
     def given(self, key: str) -> Any:
         """Return an option of the plan, or None if it is missing or ``auto``."""
@@ -114,22 +114,22 @@ def read_deployment(plan: Plan, check: Callable[[str], None] = lambda source: No
     if not named:
         method = auto_choice(target, draft, drafts_there, bool(plan.given("download_draft"))).text
     kind = _kind(method, draft, drafts_there)
-    if isinstance(kind, SmallModel) and not kind.other_tokenizer and _tokenizers_differ(target, kind.source):
+    if kind.form in (Form.SMALL_MODEL, Form.PARALLEL_MODEL) and _tokenizers_differ(target, kind.source):
         if named:
             raise OutriderError(f"{kind.source} has another tokenizer than the target: remove the method from the plan")
         method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT
         kind = _kind(method, draft, drafts_there)
     if plan.given("num_draft_tokens") == 0:
-        kind = NoDrafts()
+        kind = replace(kind, form=Form.NO_DRAFTS, source=None)
     deployment = Deployment(target, method, kind, plan)
-    if isinstance(kind, TreeHead) and kind.top_k > 1 and deployment.is_recurrent:
-        return replace(deployment, kind=replace(kind, top_k=1))
+    if kind.drafts_trees and deployment.is_recurrent:
+        return replace(deployment, kind=replace(kind, config=replace(kind.config, top_k=1)))
     return deployment
 
 
 def gguf_files(deployment: Deployment) -> list[str]:
     """Return the target and the draft, as far as they are GGUF files."""
-    return [source for source in (deployment.target, str(getattr(deployment.kind, "source", None))) if source.endswith(".gguf")]
+    return [source for source in (deployment.target, str(deployment.kind.source)) if source.endswith(".gguf")]
 
 
 def _sources(method: str, draft: str | None, drafts: Mapping[str, str]) -> list[object]:
@@ -143,9 +143,8 @@ def _sources(method: str, draft: str | None, drafts: Mapping[str, str]) -> list[
 
 def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable:
     name, options = split_method(method)
-    kind: Any = PROPOSERS.get(name).portable(Setting.without_target(draft=draft, options=options, drafts=drafts))
-    source = getattr(kind, "source", None)  # its model or head, if it has one
-    return kind if source is None else replace(kind, source=located(source))
+    kind: Portable = PROPOSERS.get(name).portable(Setting.without_target(draft=draft, options=options, drafts=drafts))
+    return kind if kind.source is None else replace(kind, source=located(kind.source))
 
 
 def _tokenizers_differ(target: str, draft: str) -> bool:

@@ -16,16 +16,16 @@ from outrider.errors import errors_as, printable, without_path
 from outrider.export.deployment import VERIFIER, Deployment
 from outrider.files import write_whole
 from outrider.method_text import split_method
-from outrider.proposers import portable
+from outrider.proposers.portable import Form
 from outrider.registry import PROPOSERS, VERIFIERS
 from outrider.types import OutriderError
 
 SCRIPT, WRITTEN_BY = "run.sh", "Written by outrider export"
 TEMPERATURE_NOTE = "Outrider's server decodes greedily without a temperature; here it is 1.0: set it in your requests."
-ALTERNATIVES: Mapping[type[portable.Portable], str] = {  # of methods that an engine does not support, unless it says otherwise
-    portable.TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
-    portable.ParallelModel: "let it make one draft in a pass, with the method's option parallel=false, or export to vLLM",
-    portable.Pair: "name one of the two",
+ALTERNATIVES: Mapping[Form, str] = {  # of methods that an engine does not support, unless it says otherwise
+    Form.TEXT: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
+    Form.PARALLEL_MODEL: "let it make one draft in a pass, with the method's option parallel=false, or export to vLLM",
+    Form.PAIR: "name one of the two",
 }
 
 
@@ -50,7 +50,7 @@ class Engine(ABC):
     program: ClassVar[str | None] = None  # its server command; None: `outrider serve` cannot run it
     entry: ClassVar[Sequence[str]] = ()  # the server as a module with arguments
     nameless_entry: ClassVar[Sequence[str]] = ()  # for builds whose package name differs from the module's
-    instead: ClassVar[Mapping[type[portable.Portable], str]]  # unsupported method -> what to use instead, besides ALTERNATIVES
+    instead: ClassVar[Mapping[Form, str]]  # unsupported method -> what to use instead, besides ALTERNATIVES
     rules: ClassVar[Sequence[str]] = ("rejection", "exact")  # supported verifiers, by Outrider's names
     takes_code: ClassVar[bool] = False  # whether it supports custom proposers
 
@@ -85,8 +85,9 @@ class Engine(ABC):
 
     def refuse(self, deployment: Deployment) -> OutriderError:
         """Return the error for an unsupported method."""
-        advice = {**ALTERNATIVES, **self.instead}.get(type(deployment.kind), "serve the plan with `outrider serve`")
-        return OutriderError(f"{self.name} cannot draft with {deployment.kind.what} (method {deployment.method!r}): {advice}")
+        advice = {**ALTERNATIVES, **self.instead}.get(deployment.kind.form, "serve the plan with `outrider serve`")
+        what = f"{deployment.kind.form.what} (method {deployment.method!r})"
+        return OutriderError(f"{self.name} cannot draft with {what}: {advice}")
 
 
 def typical(num_drafts: int) -> str:

@@ -15,15 +15,15 @@ from outrider.heads import block_formats, eagle_formats, medusa, mtp_formats
 from outrider.heads.block import BlockShape
 from outrider.heads.checkpoint import MTP, find_folder, kinds_of, read_config, read_folder
 from outrider.heads.eagle import EagleShape, check_hidden_states
-from outrider.proposers import portable
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import TargetFiles
+from outrider.proposers.portable import Portable
 from outrider.types import OutriderError
 
 Heads = TypeVar("Heads", bound=nn.Module)
 FOLDER = "heads"  # inside the folder of an export
 
 
-def feature_head(kind: portable.FeatureHead, deployment: Deployment, folder: Path, eagle_1: str) -> tuple[str, EagleShape]:
+def feature_head(kind: Portable, deployment: Deployment, folder: Path, eagle_1: str) -> tuple[str, EagleShape]:
     """Return the head's folder (relative to ``folder`` if converted) and its shape.
 
     A native head whose config names its layers in both numbering conventions is not converted; otherwise engines guess or
@@ -32,26 +32,26 @@ def feature_head(kind: portable.FeatureHead, deployment: Deployment, folder: Pat
     """
     target = _files(deployment)
     head = eagle_formats.load(kind.source, target)
-    if kind.hidden_states is not None:
-        check_hidden_states(kind.hidden_states, head, target.num_layers)
-        if head.shape.generation == 1 and kind.hidden_states != head.hidden_states:
+    if kind.config.hidden_states is not None:
+        check_hidden_states(kind.config.hidden_states, head, target.num_layers)
+        if head.shape.generation == 1 and kind.config.hidden_states != head.hidden_states:
             reads = "other engines feed EAGLE-1 heads the last hidden state only: remove hidden_states from the method"
-            raise OutriderError(f"invalid hidden_states {kind.hidden_states}: {reads}")
+            raise OutriderError(f"invalid hidden_states {kind.config.hidden_states}: {reads}")
     written = read_config(find_folder(kind.source))
     names = written.get("architectures")
     if names == [eagle_1] and head.shape.generation == 1 and not written.get("bias"):  # engines read it as the attention's
         return kind.source, head.shape
     inner = (written.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     is_native = names == ["LlamaForCausalLMEagle3"]
-    if is_native and kind.hidden_states is None and inner and written.get("eagle_aux_hidden_state_layer_ids"):
+    if is_native and kind.config.hidden_states is None and inner and written.get("eagle_aux_hidden_state_layer_ids"):
         return kind.source, head.shape
-    if kind.hidden_states is not None:
-        head.shape = replace(head.shape, hidden_states=kind.hidden_states)
+    if kind.config.hidden_states is not None:
+        head.shape = replace(head.shape, hidden_states=kind.config.hidden_states)
     eagle_formats.export(_as_stored(head, kind.source), folder / FOLDER, architecture=eagle_1)
     return FOLDER, head.shape
 
 
-def own_head(kind: portable.OwnHead, deployment: Deployment, engine: str, types: Collection[str]) -> str | None:
+def own_head(kind: Portable, deployment: Deployment, engine: str, types: Collection[str]) -> str | None:
     """Return the folder of a head of the target's own kind; None: the target's.
 
     Raises ``OutriderError`` if it holds none, or for a model type other than ``types``, for which the engine has MTP heads.
@@ -74,9 +74,7 @@ def num_layers(own: str | None, deployment: Deployment) -> int:
     return next((count for count in counts if isinstance(count, int) and count > 0), 1)
 
 
-def block_drafter(
-    kind: portable.BlockDrafter, deployment: Deployment, folder: Path, reads_speculators: bool
-) -> tuple[str, BlockShape]:
+def block_drafter(kind: Portable, deployment: Deployment, folder: Path, reads_speculators: bool) -> tuple[str, BlockShape]:
     """Return the folder of a block drafter, and its shape.
 
     It is converted to z-lab's layout for engines that do not read speculators'. Raises ``OutriderError`` for a head that does
@@ -92,9 +90,9 @@ def block_drafter(
     return FOLDER, head.shape
 
 
-def parallel_heads(kind: portable.ParallelHeads, deployment: Deployment, folder: Path) -> tuple[str, int]:
+def parallel_heads(kind: Portable, deployment: Deployment, folder: Path) -> tuple[str, int]:
     """Return the folder of the heads in vLLM's format and their number. Raises ``OutriderError`` for heads that do not fit."""
-    heads, _ = medusa.load(kind.source, deployment.config.vocab_size)
+    heads, _ = medusa.load(kind.source, _files(deployment))
     if medusa.is_exported(find_folder(kind.source), heads):
         return kind.source, heads.shape.num_heads
     medusa.export(_as_stored(heads, kind.source), folder / FOLDER, deployment.config.vocab_size)

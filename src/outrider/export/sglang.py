@@ -12,7 +12,7 @@ from typing import ClassVar
 from outrider.export import heads
 from outrider.export.deployment import Deployment
 from outrider.export.engine import TEMPERATURE_NOTE, Engine, Export, gpu_environment, typical
-from outrider.proposers import portable
+from outrider.proposers.portable import Form
 from outrider.types import OutriderError
 
 LAUNCH = ("python", "-m", "sglang.launch_server")
@@ -30,15 +30,15 @@ class Sglang(Engine):
     """Supports draft models, EAGLE heads as chains or trees, and its own trie of n-grams."""
 
     name: ClassVar[str] = "SGLang"
-    instead: ClassVar[Mapping[type[portable.Portable], str]] = {
-        portable.FirstLayers: SMALLER,
-        portable.FewerBits: SMALLER,
-        portable.ParallelHeads: "train an EAGLE head, or export to vLLM",
+    instead: ClassVar[Mapping[Form, str]] = {
+        Form.FIRST_LAYERS: SMALLER,
+        Form.FEWER_BITS: SMALLER,
+        Form.PARALLEL_HEADS: "train an EAGLE head, or export to vLLM",
     }
 
     def export(self, deployment: Deployment, folder: Path, own_code: bool) -> Export:
         flags, num_drafts, notes = self._drafting(deployment, folder)
-        if flags and deployment.own_k is None and not isinstance(deployment.kind, portable.BlockDrafter):
+        if flags and deployment.own_k is None and deployment.kind.form is not Form.BLOCK_DRAFTER:
             notes = [typical(num_drafts), *notes]
         environment = gpu_environment(deployment.given("device"))
         general = {
@@ -63,24 +63,24 @@ class Sglang(Engine):
 
     def _drafting(self, deployment: Deployment, folder: Path) -> tuple[dict[str, str | int], int, list[str]]:
         """Return SGLang's flags for drafting, without dashes, the number of drafts, and the differences to Outrider."""
-        kind, k = deployment.kind, deployment.k
+        kind, form, k = deployment.kind, deployment.kind.form, deployment.k
         chain: dict[str, str | int] = {
             "speculative-num-steps": k,
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": k + 1,
         }
-        if isinstance(kind, portable.NoDrafts):
+        if form is Form.NO_DRAFTS:
             return {}, 0, []
-        if isinstance(kind, portable.SmallModel) and not isinstance(kind, portable.ParallelModel):
-            if kind.other_tokenizer:
+        if form in (Form.SMALL_MODEL, Form.FOREIGN_MODEL) and not kind.config.parallel:
+            if form is Form.FOREIGN_MODEL:
                 raise OutriderError(
                     "SGLang needs a draft with the target's tokenizer: give the plan another draft, or export to transformers"
                 )
             return {"speculative-algorithm": "STANDALONE", "speculative-draft-model-path": kind.source, **chain}, k, []
-        if isinstance(kind, portable.Lookup):
+        if form is Form.LOOKUP:
             note = "SGLang uses a trie over all requests and ignores min_n and max_n; it needs a CUDA GPU."
             return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": k + 1}, k, [note]
-        if isinstance(kind, portable.BlockDrafter):
+        if form is Form.BLOCK_DRAFTER:
             source, shape = heads.block_drafter(kind, deployment, folder, reads_speculators=False)
             model: dict[str, str | int] = {"speculative-draft-model-path": source}
             note = f"SGLang drafts the head's whole blocks: {shape.max_drafts} tokens."
@@ -89,18 +89,18 @@ class Sglang(Engine):
             num_drafts = shape.max_drafts if deployment.own_k is None else min(k, shape.max_drafts)
             dflash = {"speculative-algorithm": "DFLASH", **model, "speculative-dflash-block-size": num_drafts + 1}
             return dflash, num_drafts, [note] if deployment.own_k is None else []
-        if not isinstance(kind, (portable.FeatureHead, portable.OwnHead)):
+        if not kind.drafts_trees:
             raise self.refuse(deployment)
         own: str | None
-        if isinstance(kind, portable.FeatureHead):
+        if form is Form.FEATURE_HEAD:
             own, eagle = heads.feature_head(kind, deployment, folder, "LlamaForCausalLMEagle")
             algorithm = "EAGLE3" if eagle.generation == 3 else "EAGLE"
         else:
             own = heads.own_head(kind, deployment, self.name, MTP_TYPES)
             algorithm = "NEXTN"  # with one layer of the target's kind
         head: dict[str, str | int] = {} if own is None else {"speculative-draft-model-path": own}
-        asked = k if kind.top_k == 1 else kind.max_nodes or min(TREE_NODES, 2 * k)
-        num_drafts = min(asked, kind.top_k + (k - 1) * kind.top_k**2)  # SGLang expands top_k paths per step
+        asked = k if kind.config.top_k == 1 else kind.config.max_nodes or min(TREE_NODES, 2 * k)
+        num_drafts = min(asked, kind.config.top_k + (k - 1) * kind.config.top_k**2)  # SGLang expands top_k paths per step
         notes = [f"SGLang's trees of {k} steps have at most {num_drafts} drafts."] if num_drafts < asked else []
-        chain |= {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": num_drafts + 1}
+        chain |= {"speculative-eagle-topk": kind.config.top_k, "speculative-num-draft-tokens": num_drafts + 1}
         return {"speculative-algorithm": algorithm, **head, **chain}, num_drafts, notes

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from outrider.export.deployment import Deployment, gguf_files
 from outrider.export.engine import Engine, Export, typical
 from outrider.method_text import split_method
-from outrider.proposers import portable
+from outrider.proposers.portable import Form
 from outrider.types import OutriderError
 
 FILE, PROGRAM = "generation_config.json", "generate.py"
@@ -39,12 +39,12 @@ class Transformers(Engine):
     """Supports draft models with any tokenizer, n-grams, and early exit."""
 
     name: ClassVar[str] = "transformers"
-    instead: ClassVar[Mapping[type[portable.Portable], str]] = {
-        portable.FewerBits: "give the plan a draft model",
-        portable.ParallelHeads: HEADS,
-        portable.FeatureHead: HEADS,
-        portable.OwnHead: HEADS,
-        portable.BlockDrafter: HEADS,
+    instead: ClassVar[Mapping[Form, str]] = {
+        Form.FEWER_BITS: "give the plan a draft model",
+        Form.PARALLEL_HEADS: HEADS,
+        Form.FEATURE_HEAD: HEADS,
+        Form.OWN_HEAD: HEADS,
+        Form.BLOCK_DRAFTER: HEADS,
     }
 
     def export(self, deployment: Deployment, folder: Path, own_code: bool) -> Export:
@@ -63,7 +63,7 @@ class Transformers(Engine):
         notes = ["transformers drafts for one sequence at a time, and its server does not draft."]
         if ignored := _ignored(deployment):
             notes.append(f"transformers has no such settings, so that they are not exported: {', '.join(ignored)}.")
-        num_drafts = 0 if isinstance(deployment.kind, portable.NoDrafts) else deployment.k
+        num_drafts = 0 if deployment.kind.form is Form.NO_DRAFTS else deployment.k
         if num_drafts and deployment.own_k is None:
             notes.append(typical(num_drafts))
         files = {FILE: json.dumps(config, indent=2) + "\n", PROGRAM: program}
@@ -71,27 +71,28 @@ class Transformers(Engine):
 
     def _drafting(self, deployment: Deployment) -> tuple[dict[str, Any], dict[str, str]]:
         """Return entries of the generation config and the variable parts of the program."""
-        kind, program = deployment.kind, {"constants": "", "more": "", "arguments": ""}
+        kind, form = deployment.kind, deployment.kind.form
+        program = {"constants": "", "more": "", "arguments": ""}
         schedule = "heuristic" if deployment.own_k is None else "constant"
         assisted = {
             "num_assistant_tokens": deployment.k,
             "num_assistant_tokens_schedule": schedule,
             "assistant_confidence_threshold": 0.0,  # drafts have the requested length
         }
-        if isinstance(kind, portable.NoDrafts):
+        if form is Form.NO_DRAFTS:
             return {}, program
-        if isinstance(kind, portable.Lookup):
-            return {"prompt_lookup_num_tokens": deployment.k, "max_matching_ngram_size": kind.max_n}, program
-        if isinstance(kind, portable.FirstLayers):
-            layers = kind.layers or max(1, deployment.config.num_hidden_layers // EXIT_SHARE)
+        if form is Form.LOOKUP:
+            return {"prompt_lookup_num_tokens": deployment.k, "max_matching_ngram_size": kind.config.max_n}, program
+        if form is Form.FIRST_LAYERS:
+            layers = kind.config.layers or max(1, deployment.config.num_hidden_layers // EXIT_SHARE)
             program["more"] = _given("model", assisted)
             return {**assisted, "assistant_early_exit": layers}, program
-        if isinstance(kind, portable.SmallModel) and not isinstance(kind, portable.ParallelModel):
+        if form in (Form.SMALL_MODEL, Form.FOREIGN_MODEL) and not kind.config.parallel:
             program["constants"] = f"DRAFT = {kind.source!r}\n"
             program["more"] = "assistant = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=model.dtype).to(model.device)\n"
             program["more"] += _given("assistant", assisted)
             program["arguments"] = ", assistant_model=assistant"
-            if kind.other_tokenizer:
+            if form is Form.FOREIGN_MODEL:
                 program["more"] += "assistant_tokenizer = AutoTokenizer.from_pretrained(DRAFT)\n"
                 program["arguments"] += ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
             return assisted, program

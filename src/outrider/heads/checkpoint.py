@@ -241,19 +241,13 @@ def measured(config: Mapping[str, Any], key: str, depth: int, source: object) ->
     if values is not None and not _are_rates(values, depth):
         form = "a list" if depth == 1 else "lists"
         raise OutriderError(f"{source}: config.json says {key}={values!r}: expected {form} of numbers from 0 to 1")
-    return values
+    return values or None
 
 
 def _are_rates(value: object, depth: int) -> bool:
     if depth:
         return isinstance(value, list) and all([_are_rates(each, depth - 1) for each in value])
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-
-
-def measured_acceptance(folder: Path) -> tuple[float, ...] | None:
-    """Return the sibling acceptance stored with a trained head, if any. Raises ``OutriderError`` as ``measured``."""
-    values = measured(read_config(folder), "acceptance_by_rank", 1, folder)
-    return tuple(map(float, values)) if values else None
 
 
 def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
@@ -395,6 +389,12 @@ class HeadFiles:
             if not isinstance(section, dict):
                 raise OutriderError(f"{self.source}: {key} in config.json must be an object, got a {type(section).__name__}")
 
+    def check_speculators(self, kinds: Sequence[str]) -> None:
+        """Raise for a head of another kind in speculators' format."""
+        kind = self.config.get("speculators_model_type")
+        if kind not in (None, *kinds):
+            raise OutriderError(f"unsupported speculators head {kind!r} in {self.source}: expected {' or '.join(kinds)}")
+
     def check_dims(self, dims: Mapping[str, int]) -> None:
         """Raise if a tensor that determines sizes has another number of dimensions. Missing ones pass."""
         for name, num_dims in dims.items():
@@ -412,30 +412,46 @@ class HeadFiles:
         """Return how many numbers from 0 to the highest one there are at the group of a pattern of tensor names."""
         return 1 + max((int(found[1]) for name in self.tensors if (found := re.match(pattern, name)) is not None), default=-1)
 
-    def hidden_state_ids(self, states: Any, layers: Any, default: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the hidden states that the config names, in transformers' numbering; else ``default()`` with a warning.
+    def features(
+        self, hidden_size: int, stated: tuple[Any, Any], default: Callable[[], tuple[int, ...]]
+    ) -> tuple[int, tuple[int, ...]]:
+        """Return the width of the target's features, by default the head's, and the hidden states that ``fc`` reads.
 
-        ``layers``: instead of ``states``, the layers whose outputs they are, counted from 0. Raise for ids that are not
-        integers.
+        ``stated``: these in transformers' numbering, or the layers, counted from 0, whose outputs they are; if the config names
+        neither, they are ``default()``, with a warning. Raise for ids that are not integers, and if ``fc`` does not read all.
         """
-        named = states or layers
-        if named:
-            if not isinstance(named, (list, tuple)) or not all([type(index) is int for index in named]):
-                raise OutriderError(f"{self.source}: invalid layer ids {named!r} in config.json: expected a list of integers")
-            return tuple(named) if states else tuple([index + 1 for index in named])
-        found = default()
-        logger.warning("%s does not name the hidden states it reads: assuming %s", self.source, found)
-        return found
+        states, layers = stated
+        width, named = self.integer(self.config, "target_hidden_size", default=hidden_size), states or layers
+        if not named:
+            ids = default()
+            logger.warning("%s does not name the hidden states it reads: assuming %s", self.source, ids)
+        elif not isinstance(named, (list, tuple)) or not all([type(index) is int for index in named]):
+            raise OutriderError(f"{self.source}: invalid layer ids {named!r} in config.json: expected a list of integers")
+        else:
+            ids = tuple(named) if states else tuple([index + 1 for index in named])
+        shape = list(self.tensors["fc.weight"].shape)
+        if shape[-1] != len(ids) * width:
+            inputs = f"{len(ids) * width} inputs: its config names the hidden states {ids} of {width}"
+            raise OutriderError(f"{self.source}: fc.weight has shape {shape}, expected {inputs}")
+        return width, ids
+
+    def draft_size(self, stated: int, vocab_size: int) -> int:
+        """Return the number of tokens that a head can draft: those in ``d2t``, else ``stated``.
+
+        Raise for a ``d2t`` that is no vector, or if it is missing and the target has more tokens.
+        """
+        offsets = self.tensors.get("d2t")
+        if offsets is None:
+            if stated < vocab_size:
+                raise OutriderError(f"{self.source} drafts {stated} of {vocab_size} tokens, but the mapping d2t is missing")
+            return stated
+        self.check_dims({"d2t": 1})
+        return len(offsets)
 
     def offsets_to_ids(self) -> None:
-        """Replace ``d2t``, if it exists, the offset from each draft id to its target id, with ``draft_ids``.
-
-        Raise unless it is a vector.
-        """
+        """Replace ``d2t``, if it exists, the offset from each draft id to its target id, with ``draft_ids``."""
         offsets = self.tensors.pop("d2t", None)
         if offsets is not None:
-            if offsets.dim() != 1:
-                raise OutriderError(f"the head's d2t has shape {list(offsets.shape)}: expected one offset per draft token")
             self.tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
 
     def build(self, make: Callable[[], Built], problem: str = "cannot build a head from its config") -> Built:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from outrider.heads.checkpoint import LAYER_KEYS, HeadFiles, TargetSizes, write_folder, written_layers
@@ -42,9 +41,7 @@ def load(source: str | Path | HeadFiles, target: TargetSizes, model: PreTrainedM
     """
     files = HeadFiles.read(source)
     config = files.config
-    kind = config.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise OutriderError(f"unsupported speculators head {kind!r} in {files.source}: expected eagle3")
+    files.check_speculators(("eagle3",))
     files.rename(_plain_name)
     for mark, what in OTHER_KINDS.items():
         if any([name.startswith(mark) for name in files.tensors]):
@@ -65,14 +62,11 @@ def load(source: str | Path | HeadFiles, target: TargetSizes, model: PreTrainedM
         has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
     llama = _llama(files, layer, target.vocab_size)
     if "layers.0.hidden_norm.weight" in tensors:
-        shape = _shape_of_generation_3(files, llama, target.num_layers)
+        shape = _shape_of_generation_3(files, llama, target)
     else:
-        shape = _shape_of_generation_1(tensors, llama, target.num_layers)
+        shape = _shape_of_generation_1(files, llama, target)
         tensors.pop("lm_head.weight", None)  # the output head is the target's; a stored one is a copy
     head = files.build(lambda: EagleHead(shape))
-    if not shape.reduced and shape.draft_vocab_size < target.vocab_size:
-        drafted = f"{shape.draft_vocab_size} of {target.vocab_size} tokens"
-        raise OutriderError(f"{files.source} drafts {drafted}, but the mapping d2t is missing")
     files.offsets_to_ids()
     files.fill(head, IGNORED)
     head.check_fit(target)
@@ -97,13 +91,14 @@ def _llama(files: HeadFiles, layer: dict[str, Any], vocab_size: int) -> LlamaCon
     return config
 
 
-def _shape_of_generation_1(tensors: dict[str, Tensor], llama: LlamaConfig, num_layers: int) -> EagleShape:
+def _shape_of_generation_1(files: HeadFiles, llama: LlamaConfig, target: TargetSizes) -> EagleShape:
+    tensors = files.tensors
     return EagleShape(
         1,
         llama,
         llama.hidden_size,
-        (num_layers,),
-        llama.vocab_size,
+        (target.num_layers,),
+        files.draft_size(llama.vocab_size, target.vocab_size),
         fc_bias="fc.bias" in tensors,
         out_bias=OUT_BIAS in tensors,
         first_layer_norm="layers.0.input_layernorm.weight" in tensors,
@@ -111,23 +106,17 @@ def _shape_of_generation_1(tensors: dict[str, Tensor], llama: LlamaConfig, num_l
     )
 
 
-def _shape_of_generation_3(files: HeadFiles, llama: LlamaConfig, num_layers: int) -> EagleShape:
-    config, tensors, source = files.config, files.tensors, files.source
+def _shape_of_generation_3(files: HeadFiles, llama: LlamaConfig, target: TargetSizes) -> EagleShape:
+    config, tensors = files.config, files.tensors
     is_speculators = "speculators_model_type" in config
-    width = files.integer(config, "target_hidden_size", default=llama.hidden_size)
-    num_features, rest = divmod(tensors["fc.weight"].shape[1], width)
-    if rest or not num_features:
-        raise OutriderError(f"{source}: the input width {tensors['fc.weight'].shape[1]} of fc is not a multiple of {width}")
-    ids = files.hidden_state_ids(*stated_layers(config), lambda: default_hidden_states(num_layers))
-    if len(ids) != num_features:
-        raise OutriderError(f"{source} reads {num_features} features, but its config names the layers {ids}")
+    width, ids = files.features(llama.hidden_size, stated_layers(config), lambda: default_hidden_states(target.num_layers))
     output = tensors.get("lm_head.weight")
     return EagleShape(
         3,
         llama,
         width,
         ids,
-        llama.vocab_size if output is None else output.shape[0],
+        files.draft_size(llama.vocab_size if output is None else output.shape[0], target.vocab_size),
         reduced="d2t" in tensors,
         fc_bias="fc.bias" in tensors,
         out_bias=OUT_BIAS in tensors,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from outrider.heads.feature_head import FeatureHead
 from outrider.heads.own_tables import SHARED
 from outrider.runner import ModelRunner
 from outrider.runner.linear import PackedEmbedding, PackedLinear
-from outrider.runner.loading import text_config
-from outrider.types import Finding, dtype_name
+from outrider.types import Finding
 
 ENOUGH, FEW = 0.95, 0.85  # share of a text's tokens that a reduced vocabulary should cover, and below which it is suspicious
 LARGE = 0.25  # share of the target's weights above which drafting is expensive
@@ -30,18 +28,14 @@ def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
     files = HeadFiles.read(folder)
     config, tensors = files.config, files.tensors
     head = eagle_formats.load(files, target, target.model)
-    yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
-    if not head.shape.own_embedding and any(name.endswith("embed_tokens.weight") for name in tensors):
-        yield Finding("ok", "embedding", "the target's")  # the number of padding rows may differ
-    else:
+    if head.shape.own_embedding or not any(name.endswith("embed_tokens.weight") for name in tensors):  # else the target's
         layer = config.get("transformer_layer_config") or config.get("model") or config
         yield from _vocabulary(layer.get("vocab_size"), target)
     yield from _draft_vocabulary(head.draft_ids, tensors, target, sample)
     if head.shape.generation == 3:
         yield from _layers(config, head.shape.hidden_states, target.num_layers)
-    yield from _norms(head, target)
-    yield from _rope(head, target)
-    yield from _dtype(tensors, target)
+    yield from _norms(head)
+    yield from _context(head, target)
     if head.shape.own_embedding:
         yield from _embedding(head, target)
     yield _size(head, target, "one tree level")
@@ -50,9 +44,6 @@ def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
 def of_mtp(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
     """Check an MTP head; the sample is not needed. Raises ``OutriderError`` for unreadable or invalid files."""
     head = mtp_formats.load_any(folder, target)
-    yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
-    output = "the target's" if head.uses_targets_output else "its own"
-    yield Finding("ok", "tensors", f"all {len(head.state_dict())} are present; its output head is {output}")
     yield _size(head, target, "one tree level")
 
 
@@ -62,7 +53,6 @@ def of_block(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
     config, tensors = files.config, files.tensors
     head = block_formats.load(files, target, target.model)
     shape = head.shape
-    yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     yield from _vocabulary(shape.config.vocab_size, target)
     yield from _draft_vocabulary(head.draft_ids, tensors, target, sample)
     text = f"reads the hidden states {', '.join(map(str, shape.hidden_states))} of {target.num_layers}"
@@ -78,9 +68,8 @@ def of_block(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
     rates = measured(config, "acceptance_by_position", 1, folder)
     if rates:
         yield Finding("ok", "acceptance", f"measured in training, by position: {', '.join(f'{rate:.0%}' for rate in rates)}")
-    yield from _norms(head, target)
-    yield from _rope(head, target)
-    yield from _dtype(tensors, target)
+    yield from _norms(head)
+    yield from _context(head, target)
     yield _size(head, target, "a block")
 
 
@@ -88,9 +77,7 @@ def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Itera
     """Check Medusa heads."""
     files = HeadFiles.read(folder)
     config, tensors = files.config, files.tensors
-    heads, accuracies = medusa.load(files, target.vocab_size)
-    medusa.check_fit(heads, target)
-    yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
+    heads, accuracies = medusa.load(files, target)
     yield from _vocabulary(config.get("vocab_size"), target)
     yield from _draft_vocabulary(heads.token_map, tensors, target, sample)
     declared, held = config.get("num_heads", config.get("medusa_num_heads")), heads.shape.num_heads
@@ -101,7 +88,6 @@ def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Itera
     if accuracies is None:
         text = "no measured accuracies: typical ones shape the tree; set the option accuracies if they are known"
         yield Finding("note", "tree", text)
-    yield from _dtype(tensors, target)
     yield _size(heads, target, "a round")
 
 
@@ -153,35 +139,17 @@ def _layers(config: Mapping[str, Any], states: tuple[int, ...], num_layers: int)
         yield Finding("ok", "layers", text)
 
 
-def _norms(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding]:
+def _norms(head: EagleHead | BlockHead) -> Iterator[Finding]:
     empty = [name for name, weight in head.named_parameters() if "norm" in name and not bool(weight.any())]
     if empty:
         yield Finding("suspicious", "norms", f"the weights of {empty[0]} are all zero")
-    own, other = float(head.shape.config.rms_norm_eps), getattr(text_config(target.model), "rms_norm_eps", None)
-    if other is not None and not math.isclose(own, float(other), rel_tol=1e-6):  # a GGUF file states it in float32
-        yield Finding("note", "norms", f"epsilon {own:g}, the target's {float(other):g}; each uses its own")
-    elif not empty:
-        yield Finding("ok", "norms", f"epsilon {own:g}")
 
 
-def _rope(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding]:
-    ropes = [dict(getattr(config, "rope_parameters", None) or {}) for config in (head.shape.config, text_config(target.model))]
-    own, other = [rope.get("rope_theta") for rope in ropes]
-    if other is None:  # other position embeddings, or one theta per layer type
-        yield Finding("note", "RoPE", f"theta {own:g}, the target has no single theta; each uses its own")
-    elif own != other:
-        yield Finding("note", "RoPE", f"theta {own:g}, the target's {other:g}; each uses its own")
+def _context(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding]:
     reach = int(head.shape.config.max_position_embeddings or target.max_len)
     if reach < target.max_len:
         text = f"made for {reach} tokens, the target's context is {target.max_len}: acceptance may drop beyond"
         yield Finding("suspicious", "context", text)
-
-
-def _dtype(tensors: Mapping[str, Tensor], target: ModelRunner) -> Iterator[Finding]:
-    kinds = {dtype_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()}
-    wanted = str(getattr(text_config(target.model), "dtype", None) or "").removeprefix("torch.")
-    if wanted and kinds != {wanted}:
-        yield Finding("note", "dtype", f"weights are {', '.join(sorted(kinds))}; they run in the target's {wanted}")
 
 
 def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:

@@ -81,8 +81,11 @@ class MedusaHeads(nn.Module):
         return found if self.token_map is None else self.token_map[found]
 
 
-def load(source: str | Path | HeadFiles, vocab_size: int) -> tuple[MedusaHeads, Accuracies | None]:
-    """Read heads in float32 and their measured accuracies, if stored. Raises ``OutriderError`` if they do not fit."""
+def load(source: str | Path | HeadFiles, target: TargetSizes) -> tuple[MedusaHeads, list[list[float]] | None]:
+    """Read heads for this target in float32, and their measured accuracies, if stored.
+
+    Raises ``OutriderError`` if parts are missing or do not fit.
+    """
     files = HeadFiles.read(source)
     files.rename(lambda name: re.sub(r"^medusa_heads?\.", "", name))
     if any(re.match(r"\d+\.\d+\.", name) for name in files.tensors):
@@ -99,16 +102,11 @@ def load(source: str | Path | HeadFiles, vocab_size: int) -> tuple[MedusaHeads, 
     if first is None:
         raise OutriderError(f"{files.source} has no lm_heads.0.weight")
     files.check_dims({"lm_heads.0.weight": 2})
-    mapped, size = "token_map" in tensors, first.shape[0]
-    if not mapped and size != vocab_size:
-        raise OutriderError(
-            f"{files.source} has a vocabulary of {size} tokens, but the target has {vocab_size}: made for another target"
-        )
-    check_ids(tensors.get("token_map"), vocab_size, f"{files.source}: its token map", "the target")
-    shape = MedusaShape(num_heads, layers, first.shape[1], size, "blocks.0.layers.0.bias" in tensors, mapped)
-    heads = files.fill(MedusaHeads(shape))
-    rows = measured(files.config, "accuracies", 2, files.source)
-    return heads, tuple([tuple(map(float, row)) for row in rows]) if rows else None
+    num_tokens, hidden_size = first.shape
+    is_biased, is_mapped = "blocks.0.layers.0.bias" in tensors, "token_map" in tensors
+    heads = files.fill(MedusaHeads(MedusaShape(num_heads, layers, hidden_size, num_tokens, is_biased, is_mapped)))
+    check_fit(heads, target)
+    return heads, measured(files.config, "accuracies", 2, files.source)
 
 
 def _from_original(name: str) -> str:
@@ -155,3 +153,4 @@ def check_fit(heads: MedusaHeads, target: TargetSizes) -> None:
         raise OutriderError(
             f"the heads have a vocabulary of {shape.vocab_size} tokens, but {target.name} has {target.vocab_size}"
         )
+    check_ids(heads.token_map, target.vocab_size, "the heads' token map", target.name)

@@ -28,13 +28,12 @@ class Proposer(ABC):
     # Maximum path length if a policy chooses K, or as the second of two methods: the target's pass then has up to 16 rows.
     auto_drafts: int = 15
     drafts_ahead: bool = True  # whether it can draft after forced tokens that the target has not processed yet
-    samples_drafts: bool = False  # whether its drafts carry probabilities in rounds that are not deterministic
-    is_model_free: bool = False  # whether it reads committed tokens only, and runs no model
+    is_model_free: bool = False  # whether it reads committed tokens only, runs no model and drafts point masses
     memory: Any = None  # what it learned from finished requests; None: nothing yet
 
     @abstractmethod
     def propose(self, context: Context, k: int) -> Proposal:
-        """Draft at most ``min(k, context.limits[b])`` tokens on each path of request b.
+        """Draft at most ``min(k, context.limits[b])`` tokens, which is at least 1, on each path of request b.
 
         The engine cuts longer chains; deeper trees are scored as they are, except that a request's own K removes nodes. An
         exception ends drafting for all requests of the context, a ``RequestFault`` (such as the sampler's ``InvalidLogits``)
@@ -61,8 +60,8 @@ class Proposer(ABC):
     def commit(self, context: Context, verdict: Verdict) -> None:  # noqa: B027 - optional
         """Process the verdict, before accepted tokens are appended to the requests. Only needed by proposers with state.
 
-        Called for requests that were drafted for in this round, with all of them, or one by one after a failure of the target.
-        It follows only a ``propose`` that returned.
+        Called for the requests that it drafted for in this round, with all of them, or one by one after a failure of the
+        target. Those for which it made no draft may be missing. It follows only a ``propose`` that returned.
         """
 
     def release(self, request_ids: Sequence[str]) -> None:  # noqa: B027 - optional

@@ -24,24 +24,18 @@ class ChainStops:
         self._calibration = Calibration()
         self._rate = FIRST_RATE  # acceptance of a draft whose confidence is unknown
         self._chains: dict[str, list[float]] = {}  # request -> confidences of its drafts in this round
-        self._tokens: dict[str, list[int]] = {}  # request -> these drafts, if they are point masses
 
     def start(self, request_ids: Sequence[str], limits: Sequence[int], prices: DraftPrices) -> Chains:
         """Start a chain for each of these requests, with at most ``limits`` drafts."""
         chains = Chains(limits, prices, self._calibration, self._rate)
-        self._chains, self._tokens = dict(zip(request_ids, chains.confidences, strict=True)), {}
+        self._chains = dict(zip(request_ids, chains.confidences, strict=True))
         return chains
-
-    def store_point_masses(self, request_ids: Sequence[str], drafts: Sequence[list[int]]) -> None:
-        """Store the drafts of each chain: an unused one that equals the emitted token counts as accepted."""
-        self._tokens = dict(zip(request_ids, drafts, strict=True))
 
     def learn(self, context: Context, verdict: Verdict) -> None:
         """Learn from the verdict on the chains of this round."""
-        for request_id, path, token in zip(context.request_ids, verdict.paths, verdict.next_tokens, strict=True):
-            num_accepted, drafts = len(path), self._tokens.get(request_id, [])
-            for depth, confidence in enumerate(self._chains.pop(request_id, [])[: num_accepted + 1]):
-                is_accepted = depth < num_accepted or drafts[depth : depth + 1] == [token]
+        for request_id, path in zip(context.request_ids, verdict.paths, strict=True):
+            for depth, confidence in enumerate(self._chains.pop(request_id, [])[: len(path) + 1]):
+                is_accepted = depth < len(path)
                 self._calibration.learn([confidence], 0 if is_accepted else None)
                 self._rate += RATE_WEIGHT * (is_accepted - self._rate)
 

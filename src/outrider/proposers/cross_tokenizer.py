@@ -27,6 +27,7 @@ from outrider.proposers.draft_model import (
     load_draft,
 )
 from outrider.proposers.method import Setting
+from outrider.proposers.portable import Form
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.runner.tokenizers import Spelling
@@ -58,6 +59,7 @@ class CrossTokenizerProposer(DraftModelProposer):
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
+        self._started = None
         as_text = [_drafted_as_text(request.params) for request in context.requests]
         parts = []
         for draft, is_text in ((self._draft_tokens, False), (self._draft_text, True)):
@@ -146,7 +148,7 @@ class CrossTokenizerProposer(DraftModelProposer):
 class CrossTokenizerMethod(DraftModelMethod):
     proposer = CrossTokenizerProposer
     precedence = 0  # a draft with another tokenizer must be named by the user
-    other_tokenizer = True
+    exported = Form.FOREIGN_MODEL
 
     def build(self, setting: Setting) -> CrossTokenizerProposer:
         """Load the draft. Raises ``OutriderError`` if it or one of the tokenizers is missing."""

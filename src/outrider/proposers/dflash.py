@@ -21,17 +21,16 @@ from outrider.heads.checkpoint import BLOCK
 from outrider.heads.head_runner import CHUNK, newest
 from outrider.proposers.base import Proposer, pick
 from outrider.proposers.head_method import HeadConfig, HeadMethod, Loaded
-from outrider.proposers.portable import BlockDrafter
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import TargetFiles
+from outrider.proposers.portable import Form
 from outrider.runner import ModelRunner
-from outrider.types import Context, Proposal, Request, scatter_rows
+from outrider.types import BatchSampler, Context, Proposal, Request
 
 
 class BlockProposer(Proposer):
     """Drafts a chain in one pass of a head over the target's features, which has its own KV cache."""
 
     name = "dflash"
-    samples_drafts = True
 
     def __init__(self, head: BlockHead, target: ModelRunner, config: HeadConfig) -> None:
         """Raise ``OutriderError`` for a head that does not fit the target."""
@@ -39,49 +38,43 @@ class BlockProposer(Proposer):
         self.needs_hidden = head.hidden_states
         self.head = BlockRunner(head, target, config.bits)
         self.max_drafts = head.shape.max_drafts
-        self._vocab_size = target.vocab_size
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
-        requests, hidden = context.requests, [context.hidden[index] for index in self.needs_hidden]
         # A request has no features before the target has read its prompt.
-        known = [b for b in range(len(requests)) if len(hidden[0][b])]
-        k = min(k, self.max_drafts)
-        limits = {b: min(k, context.limits[b]) for b in known}
-        draftable = [b for b in known if limits[b] > 0]
-        features = {}
-        for b in known:
-            num_new = len(requests[b].token_ids) - 1 - self.head.cache.cached_len(requests[b].request_id)
-            features[b] = newest([each[b] for each in hidden], num_new)
-        # Few new features share the block's pass. Those of a prompt are read before, and so is what no block follows.
-        before = [b for b in known if b not in draftable or len(features[b][0]) > CHUNK]
-        if before:
-            self.head.extend([requests[b].request_id for b in before], [features[b] for b in before])
-        if not draftable:
-            return Proposal.empty(len(requests))
-        none = [each[:0] for each in features[draftable[0]]]
-        counts = [limits[b] for b in draftable]
-        ids, last = [requests[b].request_id for b in draftable], [requests[b].token_ids[-1] for b in draftable]
-        out = self.head.draft(ids, [none if b in before else features[b] for b in draftable], last, counts)
-        drafts, probs = self._picked(context, draftable, out)  # the sampler names requests whose logits are NaN or infinite
-        lens = torch.zeros(len(requests), dtype=torch.long)
-        lens[draftable] = torch.tensor(counts)
-        return Proposal(drafts, lens, probs)
+        batch, rows = len(context.requests), [b for b, states in enumerate(context.hidden[self.needs_hidden[0]]) if len(states)]
+        if not rows:
+            return Proposal.empty(batch)
+        context = context.take(rows)
+        ids, counts = context.request_ids, [min(k, self.max_drafts, limit) for limit in context.limits]
+        features = []
+        for b, request in enumerate(context.requests):
+            num_new = len(request.token_ids) - 1 - self.head.cache.cached_len(request.request_id)
+            features.append(newest([context.hidden[index][b] for index in self.needs_hidden], num_new))
+        # Few new features share the block's pass. Those of a prompt are read before.
+        long = [b for b, each in enumerate(features) if len(each[0]) > CHUNK]
+        if long:
+            self.head.extend([ids[b] for b in long], [features[b] for b in long])
+            for b in long:
+                features[b] = [each[:0] for each in features[b]]
+        last = [request.token_ids[-1] for request in context.requests]
+        out = self.head.draft(ids, features, last, counts)
+        drafts, probs = self._picked(context.sampler, last, out)  # the sampler names requests whose logits are NaN or infinite
+        return Proposal(drafts, torch.tensor(counts), probs).scatter(rows, batch)
 
-    def _picked(self, context: Context, draftable: Sequence[int], out: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Pick drafts [B, K], one after another, and return their distributions unless they are point masses.
+    def _picked(self, sampler: BatchSampler, last: Sequence[int], out: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Pick drafts [A, K], one after another, and return their distributions unless they are point masses.
 
-        ``out`` [A, K, H]: the head's output for each draft of the requests ``draftable``.
+        ``last``: the token before them; ``out`` [A, K, H]: the head's output for each.
         """
-        batch = len(context.requests)
         logits = self.head.head.logits(out)  # [A, K, Vd]
-        drafts = torch.zeros(batch, out.shape[1], dtype=torch.long, device=out.device)
-        previous = torch.tensor([context.requests[b].token_ids[-1] for b in draftable], device=out.device)
+        drafts = torch.zeros(out.shape[:2], dtype=torch.long, device=out.device)
+        previous = torch.tensor(last, device=out.device)
         probs: list[Tensor] = []
         for step in range(out.shape[1]):
             own = self.head.after(out[:, step : step + 1], logits[:, step : step + 1], previous[:, None])
-            pick(context.sampler, scatter_rows(own, draftable, batch), drafts, step, probs)
-            previous = drafts[:, step] if len(draftable) == batch else drafts[draftable, step]
+            pick(sampler, own, drafts, step, probs)
+            previous = drafts[:, step]
         return drafts, torch.cat(probs, 1) if probs else None
 
     def prepare(self) -> None:
@@ -99,7 +92,7 @@ class BlockProposer(Proposer):
 
 class BlockMethod(HeadMethod):
     proposer = BlockProposer
-    exported = BlockDrafter
+    exported = Form.BLOCK_DRAFTER
     heads = BlockHead
     drafts_with = BLOCK
     own_draft = "dflash"

@@ -17,12 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.heads.checkpoint import MODEL, kind_of, read_folder
-from outrider.options import boolean, int_choice, option, shown
+from outrider.options import CheckedOptions, boolean, int_choice, option, shown
 from outrider.proposers.base import Proposer, pick, pick_with_confidence
 from outrider.proposers.chain_stops import ChainStops
-from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import ParallelModel, SmallModel
-from outrider.proposers.recognition import Recognised, TargetFiles
+from outrider.proposers.method import MethodSpec, Recognised, Setting, TargetFiles
+from outrider.proposers.portable import Form, Portable
 from outrider.runner import ModelRunner, gguf
 from outrider.runner.loading import context_length, has_own_code, load_config, num_experts, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
@@ -67,19 +66,20 @@ class DraftModelProposer(Proposer):
     """
 
     name = "draft"
-    samples_drafts = True
 
     def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft
-        self.drafts_ahead = isinstance(draft, ModelRunner) or draft.drafts_ahead
+        self.drafts_ahead = draft.drafts_ahead
         self._vocab_size = vocab_size  # of the target; the draft's may differ in padding rows of the embedding
-        if isinstance(draft, ModelRunner) and draft.max_drafts is not None:  # its recurrent layers keep that many states
+        if draft.max_drafts is not None:  # its recurrent layers keep that many states
             self.max_drafts = min(self.max_drafts, draft.max_drafts)
-        self._draft_size = draft.vocab_size if isinstance(draft, ModelRunner) else vocab_size
+        self._draft_size = draft.vocab_size
         self._stops = {is_deterministic: ChainStops() for is_deterministic in (True, False)}
+        self._started: ChainStops | None = None  # the one that started the chains of this round, if they have prices
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
+        self._started = None
         batch, k = len(context.requests), min(k, self.max_drafts, max(context.limits, default=0))
         sequences = self.sequences(context, k) if k else {}
         if not sequences:
@@ -90,8 +90,10 @@ class DraftModelProposer(Proposer):
         k, sampler = max(lens), context.sampler  # a request that is left out may have had room for more
         drafts = torch.zeros(len(rows), k, dtype=torch.long, device=self.draft.device)
         probs: list[Tensor] = []
-        stops = self._stops[sampler.is_deterministic]
-        chains = None if context.prices is None else stops.start(context.request_ids, lens, context.prices)
+        chains = None
+        if context.prices is not None:
+            self._started = self._stops[sampler.is_deterministic]
+            chains = self._started.start(context.request_ids, lens, context.prices)
 
         def next_token(logits: Tensor, step: int) -> Tensor | None:
             logits = self.to_target_vocab(logits)
@@ -104,8 +106,6 @@ class DraftModelProposer(Proposer):
         partial = self.draft.rollout(context.request_ids, list(sequences.values()), k, next_token)
         made = torch.tensor(lens if chains is None else chains.lens)
         drafts = drafts[:, : int(made.max())]
-        if chains is not None and sampler.is_deterministic:
-            stops.store_point_masses(context.request_ids, drafts.tolist())
         proposal = Proposal(drafts, made, torch.cat(probs, 1) if probs else None, partial_pass=partial)
         return proposal.scatter(rows, batch)
 
@@ -156,8 +156,8 @@ class DraftModelProposer(Proposer):
 
     def learn(self, context: Context, verdict: Verdict) -> None:
         """Learn from a verdict where chains should end."""
-        for stops in self._stops.values():
-            stops.learn(context, verdict)
+        if self._started is not None:
+            self._started.learn(context, verdict)
 
     def prepare(self) -> None:
         self.draft.prepare()
@@ -171,7 +171,7 @@ class DraftModelProposer(Proposer):
 
 
 @dataclass(frozen=True)
-class DraftOptions(MethodConfig):
+class DraftOptions(CheckedOptions):
     """Options of drafting with a model."""
 
     parallel: bool | None = option(
@@ -189,10 +189,10 @@ class DraftOptions(MethodConfig):
 class DraftModelMethod(MethodSpec):
     proposer: type[Proposer] = DraftModelProposer
     options = DraftOptions
+    exported = Form.SMALL_MODEL
     takes_draft = True
     own_draft = "draft"
     precedence = 3
-    other_tokenizer = False  # whether the draft may have another tokenizer than the target
 
     def build(self, setting: Setting) -> DraftModelProposer:
         """Load the draft. Raises ``OutriderError`` if there is none or the vocabularies differ."""
@@ -229,20 +229,20 @@ class DraftModelMethod(MethodSpec):
                 read_folder(folder)
         return Recognised(what, _num_weights(text_config(config), with_experts=True) / _num_weights(target.config))
 
-    def portable(self, setting: Setting) -> SmallModel:
-        setting = setting.of(self)
-        options = setting.config(DraftOptions)
+    def portable(self, setting: Setting) -> Portable:
+        found = super().portable(setting)
+        options: DraftOptions = found.config
         try:
-            config = _config_of(setting.draft)
+            config = _config_of(found.source)
         except OutriderError:  # such as offline
             is_parallel = bool(options.parallel)
         else:
-            is_parallel = drafts_in_parallel(config, options, setting.draft)
-        kind = ParallelModel if is_parallel else SmallModel
-        return kind(str(setting.draft), other_tokenizer=self.other_tokenizer)
+            is_parallel = drafts_in_parallel(config, options, found.source)
+        form = Form.PARALLEL_MODEL if is_parallel and self.exported is Form.SMALL_MODEL else self.exported
+        return replace(found, form=form, config=replace(options, parallel=is_parallel))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Check vocabulary, context, RoPE, dtype and size from the draft's config and tokenizer."""
+        """Check vocabulary, context and size from the draft's config and tokenizer."""
         setting = setting.of(self)
         options = setting.config(DraftOptions)
         config = _config_of(setting.draft, setting.target.config.trust_remote_code)
@@ -358,18 +358,13 @@ def _mask_token(config: PreTrainedConfig) -> Finding:
 
 
 def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int, is_parallel: bool) -> Iterator[Finding]:
-    """Compare context, RoPE, dtype and size of target and draft."""
+    """Compare context and size of target and draft."""
     reach = context_length(draft) or window
     if reach < window:
         text = f"the draft's context of {reach} tokens is shorter than the target's {window}: longer sequences have no drafts"
         yield Finding("note", "context", text)
     else:
         yield Finding("ok", "context", f"the draft covers the target's context of {window} tokens")
-    ropes = [getattr(config, "rope_parameters", None) for config in (target, draft)]
-    if ropes[0] != ropes[1]:
-        yield Finding("note", "RoPE", "target and draft have different rotary settings; each uses its own")
-    if str(draft.dtype).endswith("float32") and not str(target.dtype).endswith("float32"):
-        yield Finding("note", "dtype", "the draft's weights are float32, the target's 16-bit: 16-bit weights would be faster")
     share = _num_weights(draft) / _num_weights(target)
     text = f"the draft is about {share:.0%} of the target's size"
     if share > (1.0 if is_parallel else 0.4):
@@ -381,6 +376,8 @@ def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int, is
 def _num_weights(config: PreTrainedConfig, with_experts: bool = False) -> float:
     """Estimate the number of weights of a transformer, without those of experts, or ``with_experts``, which fill the memory."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if isinstance(inner, (list, tuple)):  # one per layer, as in Gemma 3n
+        inner = sum(inner) / len(inner)
     if with_experts and (count := num_experts(config)):
         inner = count * (getattr(config, "moe_intermediate_size", None) or inner)
     return float(config.num_hidden_layers * width * (4 * width + 3 * inner) + config.vocab_size * width)

@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 
 from outrider.heads import eagle_formats, findings
-from outrider.heads.checkpoint import EAGLE, measured_acceptance
+from outrider.heads.checkpoint import EAGLE, measured, read_config
 from outrider.heads.eagle import EagleHead, check_hidden_states
 from outrider.options import option, several, whole
 from outrider.proposers.head_method import HeadMethod, Loaded, folder_of
 from outrider.proposers.head_trees import HeadProposer, TreeConfig
-from outrider.proposers.method import Setting
-from outrider.proposers.portable import FeatureHead
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import Setting, TargetFiles
+from outrider.proposers.portable import Form
 from outrider.runner import ModelRunner
 
 
@@ -47,7 +46,7 @@ class EagleProposer(HeadProposer):
 class EagleMethod(HeadMethod):
     proposer = EagleProposer
     options = EagleConfig
-    exported = FeatureHead
+    exported = Form.FEATURE_HEAD
     heads = EagleHead
     drafts_with = EAGLE
     own_draft = "eagle3"
@@ -56,7 +55,8 @@ class EagleMethod(HeadMethod):
 
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
         head = eagle_formats.load(folder, target, getattr(target, "model", None))
-        return Loaded(head, f"EAGLE-{head.shape.generation} head", {"acceptance": measured_acceptance(folder)})
+        rates = measured(read_config(folder), "acceptance_by_rank", 1, folder)
+        return Loaded(head, f"EAGLE-{head.shape.generation} head", {"acceptance": rates})
 
     def alternatives(self, setting: Setting) -> list[str]:
         """Return the hidden states shifted by one in each direction, because numbering conventions of EAGLE-3 differ by one."""

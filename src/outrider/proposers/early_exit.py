@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from outrider.options import option, whole
+from outrider.options import CheckedOptions, option, whole
 from outrider.proposers.draft_model import DraftModelProposer
-from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import FirstLayers
+from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.portable import Form
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.runner.layer_span import LayerSpan
@@ -32,7 +32,7 @@ NUM_TOKENS = 160  # tokens of the text on which exits are compared: resolves agr
 
 
 @dataclass(frozen=True)
-class EarlyExitConfig(MethodConfig):
+class EarlyExitConfig(CheckedOptions):
     """The exit layer."""
 
     layers: int | None = option(
@@ -64,7 +64,7 @@ class EarlyExitProposer(DraftModelProposer):
 class EarlyExitMethod(MethodSpec):
     proposer = EarlyExitProposer
     options = EarlyExitConfig
-    exported = FirstLayers
+    exported = Form.FIRST_LAYERS
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check on a built-in text whether any exit is expected to be faster than plain decoding."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from outrider.heads.checkpoint import find_folder, kind_of
-from outrider.options import int_choice, option
-from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.recognition import Recognised, TargetFiles
+from outrider.options import CheckedOptions, int_choice, option
+from outrider.proposers.method import MethodSpec, Recognised, Setting, TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.types import Finding, OutriderError
@@ -29,7 +28,7 @@ class Loaded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HeadConfig(MethodConfig):
+class HeadConfig(CheckedOptions):
     """Precision of the head."""
 
     bits: int | None = option(
@@ -39,7 +38,7 @@ class HeadConfig(MethodConfig):
     )
 
 
-class HeadMethod(MethodSpec):
+class HeadMethod(MethodSpec, ABC):
     """A method whose draft is a head, in a folder or as an object."""
 
     options: type[HeadConfig] = HeadConfig
@@ -77,7 +76,12 @@ class HeadMethod(MethodSpec):
 
 def folder_of(setting: Setting) -> Path:
     """Return the folder of the draft, or of the target if it contains its head."""
-    source = setting.target.name if setting.draft is None else setting.draft
+    source, target = setting.draft, setting.target
+    if source is None:
+        if target.name == type(target.model).__name__:
+            lack = "the target is a loaded model, which has no folder with a head"
+            raise OutriderError(f"{lack}: give draft=<folder or hub id>, or --draft")
+        source = target.name
     if not isinstance(source, (str, Path)):
         raise OutriderError(
             f"invalid heads of type {type(source).__name__}: expected a folder, a hub id or a module of outrider.heads"

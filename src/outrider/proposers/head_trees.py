@@ -23,7 +23,7 @@ from outrider.proposers.tree_chances import RATES, Calibration, Drafted, DrawnTr
 from outrider.proposers.tree_sizes import TreeCosts, TreeProposer, TreeSizeConfig
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
-from outrider.types import Context, Proposal, Request, RequestFault, scatter_rows
+from outrider.types import Context, Proposal, Request, RequestFault
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class HeadProposer(TreeProposer):
         self.head = runner(head, target, config.bits)
         super().__init__(target, config.max_nodes, hidden_states or head.hidden_states)
         self.max_drafts = config.max_depth
-        self._config, self._vocab_size = config, target.vocab_size
+        self._config = config
         self._rates = SiblingRates([config.acceptance] * config.max_depth)
         self._calibrations = {is_greedy: Calibration() for is_greedy in (True, False)}
         self._sources: dict[str, str] = {}  # sample that the head has not read yet -> request with the same prompt
@@ -65,31 +65,28 @@ class HeadProposer(TreeProposer):
     def propose(self, context: Context, k: int) -> Proposal:
         started = perf_counter()
         # A request has no hidden states before the target has prefilled its prompt.
-        draftable = [b for b in range(len(context.requests)) if len(context.hidden[self.needs_hidden[0]][b])]
-        k = min(k, self.max_drafts, max((context.limits[b] for b in draftable), default=0))
+        batch, rows = len(context.requests), [b for b, states in enumerate(context.hidden[self.needs_hidden[0]]) if len(states)]
         self._drafted = {}
-        if not draftable:
-            return Proposal.empty(len(context.requests))
-        root = self._read(context, draftable)
-        if k <= 0:
-            return Proposal.empty(len(context.requests))
-        round_ = _Round(context, draftable, k, self._vocab_size)
+        if not rows:
+            return Proposal.empty(batch)
+        context = context.take(rows)
+        k = min(k, self.max_drafts, max(context.limits))
+        root = self._read(context)
         if context.sampler.is_deterministic:
             calibration = self._calibrations[all(request.params.is_greedy for request in context.requests)]
             found = _Candidates(self._sizes.max_nodes, calibration, self._sizes.costs(context), started)
-            proposal = _confident_tree(self.head, round_, root, self._config.top_k, found)
+            proposal = _confident_tree(self.head, context, k, root, self._config.top_k, found)
             depth, num_steps = found.depth, found.num_levels
             self._drafted = found.drafted
         else:
             shape = self._sizes.shape(self._rates.table[:k], context, is_levelwise=True)
-            proposal = _drawn_tree(self.head, round_, root, shape)
+            proposal = _drawn_tree(self.head, context, root, shape)
             depth = num_steps = max(shape.depths)
             if not self._sizes.is_fixed:  # a fixed tree keeps the output of a seed independent of other requests
-                lens = proposal.lens.tolist()
-                drawn = zip(round_.ids, [lens[b] for b in draftable], strict=True)
+                drawn = zip(context.request_ids, proposal.lens.tolist(), strict=True)
                 self._drafted = {request_id: DrawnTree(shape, count, self._rates) for request_id, count in drawn}
         self._sizes.learn(int(proposal.lens.max()), max(depth, 1), num_steps, started)
-        return proposal
+        return proposal.scatter(rows, batch)
 
     def start(self, request: Request) -> int:
         return self.head.start(request)
@@ -97,19 +94,19 @@ class HeadProposer(TreeProposer):
     def fork(self, source_id: str, request: Request) -> None:
         self._sources[request.request_id] = source_id
 
-    def _read(self, context: Context, draftable: list[int]) -> Step:
-        """Process new hidden states; return the head's step after each request's last token, [A]."""
-        step = self._extended(context, draftable)
+    def _read(self, context: Context) -> Step:
+        """Process new hidden states; return the head's step after each request's last token, [B]."""
+        step = self._extended(context)
         is_finite = torch.isfinite(step.feedback).all(-1).tolist()
         if not all(is_finite):
-            broken = [context.requests[b].request_id for b, is_fine in zip(draftable, is_finite, strict=True) if not is_fine]
+            broken = [request_id for request_id, is_fine in zip(context.request_ids, is_finite, strict=True) if not is_fine]
             raise RequestFault(broken, "the head's output is NaN or infinite")
         return step
 
-    def _extended(self, context: Context, draftable: list[int]) -> Step:
+    def _extended(self, context: Context) -> Step:
         """See ``_read``. A prompt is read once for all its samples: for the one from which the others were forked."""
-        samples = [b for b in draftable if context.requests[b].request_id in self._sources]
-        rest = [b for b in draftable if b not in samples]
+        samples = [b for b, request_id in enumerate(context.request_ids) if request_id in self._sources]
+        rest = [b for b in range(len(context.requests)) if b not in samples]
         steps = []
         for rows in filter(None, (rest, samples)):  # a prompt before its samples
             for b in rows:
@@ -152,66 +149,46 @@ class HeadProposer(TreeProposer):
             self._sources.pop(request_id, None)
 
 
-class _Round:
-    """The A of B requests of a round that can be drafted for."""
-
-    def __init__(self, context: Context, draftable: list[int], k: int, vocab_size: int) -> None:
-        self.batch, self.draftable, self.k, self.vocab_size = len(context.requests), draftable, k, vocab_size
-        self.sampler = context.sampler
-        self.ids = [context.requests[b].request_id for b in draftable]
-        self.limits = [min(k, context.limits[b]) for b in draftable]
-        self.is_whole = len(draftable) == self.batch
-
-    def spread(self, values: Tensor, fill: int = 0) -> Tensor:
-        """[A, ...] -> [B, ...]; the rows of other requests are ``fill``."""
-        return scatter_rows(values, self.draftable, self.batch, fill)
-
-    def pick(self, values: Tensor) -> Tensor:
-        """[B, ...] -> [A, ...]."""
-        return values if self.is_whole else values[self.draftable]
-
-
 def _extended_mask(sees: Tensor, parent: Tensor, width: int) -> Tensor:
-    """Extend the attention mask ``sees`` over earlier drafts, [A, P, M], by a level of W nodes: bool [A, W, M + W]."""
+    """Extend the attention mask ``sees`` over earlier drafts, [B, P, M], by a level of W nodes: bool [B, W, M + W]."""
     own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(parent.shape[0], -1, -1)
     return torch.cat((_children_of(sees, parent), own), -1)
 
 
 def _children_of(values: Tensor, parent: Tensor) -> Tensor:
-    """Return each node's value of its parent: [A, P, H], parent [A, W] -> [A, W, H]."""
+    """Return each node's value of its parent: [B, P, H], parent [B, W] -> [B, W, H]."""
     return values.gather(1, parent[:, :, None].expand(-1, -1, values.shape[2]))
 
 
-def _confident_tree(head: RolloutRunner, round_: _Round, root: Step, top_k: int, found: _Candidates) -> Proposal:
+def _confident_tree(head: RolloutRunner, context: Context, k: int, root: Step, top_k: int, found: _Candidates) -> Proposal:
     """Expand and re-rank (EAGLE-2, sections 4.1 and 4.2), as long as another level pays."""
-    num_draftable, device = len(round_.draftable), root.logits.device
-    beam = torch.full((num_draftable, 1), -1, device=device)  # [A, W]: candidate index of each expanded node; -1: the root
-    nodes = parents = torch.zeros(num_draftable, 0, dtype=torch.long, device=device)  # expanded so far, for the sampler
-    sees = torch.zeros(num_draftable, 1, 0, dtype=torch.bool, device=device)
-    at = torch.zeros(num_draftable, 1, dtype=torch.float64, device=device)
-    step = root.view(num_draftable, 1)  # [A, W]
-    for depth in range(1, round_.k + 1):
+    ids, device = context.request_ids, root.logits.device
+    beam = torch.full((len(ids), 1), -1, device=device)  # [B, W]: candidate index of each expanded node; -1: the root
+    nodes = parents = torch.zeros(len(ids), 0, dtype=torch.long, device=device)  # expanded so far, for the sampler
+    sees = torch.zeros(len(ids), 1, 0, dtype=torch.bool, device=device)
+    at = torch.zeros(len(ids), 1, dtype=torch.float64, device=device)
+    step = root.view(len(ids), 1)  # [B, W]
+    for depth in range(1, k + 1):
         first_node = nodes.shape[1] - step.logits.shape[1]  # of the level, in ``nodes``; -1: the root
-        logits, drafts, above = round_.spread(step.logits), round_.spread(nodes), round_.spread(parents, fill=-1)
-        most = min(top_k, logits.shape[-1])
-        best = round_.sampler.likeliest(logits, most, drafts, above, first_node + 1)
-        children, confidences = map(round_.pick, best)  # [A, W, top_k] each
+        most = min(top_k, step.logits.shape[-1])
+        # [B, W, top_k] each
+        children, confidences = context.sampler.likeliest(step.logits, most, nodes, parents, first_node + 1)
         logprobs = found.chances(confidences).log_().clamp_(max=-1e-9)  # a child's value is below its parent's
-        values = (at[:, :, None] + logprobs).flatten(1)  # [A, W * top_k]
+        values = (at[:, :, None] + logprobs).flatten(1)  # [B, W * top_k]
         first = found.add(children.flatten(1), values, beam, depth)
-        if depth == round_.k or not found.can_grow(values):
+        if depth == k or not found.can_grow(values):
             break
-        at, chosen = values.topk(min(top_k, values.shape[1]), -1)  # [A, W]
+        at, chosen = values.topk(min(top_k, values.shape[1]), -1)  # [B, W]
         beam, in_level = first + chosen, chosen // most
         token_ids = found.tokens.gather(1, beam)
         sees = _extended_mask(sees, in_level, token_ids.shape[1])
         nodes, parents = torch.cat((nodes, token_ids), 1), torch.cat((parents, in_level + first_node), 1)
-        step = head.level(round_.ids, token_ids, _children_of(step.feedback, in_level), depth, sees)
-    return found.proposal(round_)
+        step = head.level(ids, token_ids, _children_of(step.feedback, in_level), depth, sees)
+    return found.proposal(context)
 
 
 class _Candidates:
-    """Candidate nodes as tensors [A, C], to which levels are added, and the choice of the best nodes.
+    """Candidate nodes as tensors [B, C], to which levels are added, and the choice of the best nodes.
 
     The value of a node is the logarithm of the probability that its path is accepted.
     """
@@ -223,16 +200,16 @@ class _Candidates:
         self.depths: list[int] = []
         self.depth = 0  # depth of the chosen tree
         self.drafted: dict[str, Drafted] = {}  # the chosen tree of each request
-        self._confidences: list[Floats] = []  # per level, [A, W * top_k]
+        self._confidences: list[Floats] = []  # per level, [B, W * top_k]
 
     def chances(self, confidences: Tensor) -> Tensor:
-        """Return float64 [A, W, top_k]: the probability that each node is accepted after its parent; 0 for NaN confidences."""
+        """Return float64 [B, W, top_k]: the probability that each node is accepted after its parent; 0 for NaN confidences."""
         found = np.nan_to_num(confidences.double().cpu().numpy())
         self._confidences.append(found.reshape(len(found), -1))
         return torch.from_numpy(self._calibration.chances(found)).to(confidences.device)
 
     def add(self, token_ids: Tensor, values: Tensor, beam: Tensor, depth: int) -> int:
-        """Add the children [A, W * top_k] of the nodes ``beam`` [A, W]. Return the index of the first."""
+        """Add the children [B, W * top_k] of the nodes ``beam`` [B, W]. Return the index of the first."""
         first, count = len(self.depths), token_ids.shape[1]
         new = (token_ids, values, beam.repeat_interleave(count // beam.shape[1], 1))
         so_far = zip((self.tokens, self.values, self.parents), new, strict=True)
@@ -260,51 +237,50 @@ class _Candidates:
         assert self._costs is not None
         return replace(self._costs, drafted=perf_counter() - self._started)
 
-    def proposal(self, round_: _Round) -> Proposal:
+    def proposal(self, context: Context) -> Proposal:
         """Return the most confident nodes of each request as point masses, parents first, siblings by confidence."""
-        is_beyond = torch.tensor(self.depths)[None] > torch.tensor(round_.limits)[:, None]
+        is_beyond = torch.tensor(self.depths)[None] > torch.tensor(context.limits)[:, None]
         values = self.values.cpu().masked_fill(is_beyond, float("-inf"))
         best = values.topk(min(self.num_nodes, values.shape[1]), -1)
         size = best.values.shape[1] if self._costs is None else self._costs_so_far().best_size(_gains(best.values))[0]
         tokens, above, confidences = self.tokens.tolist(), self.parents.tolist(), np.concatenate(self._confidences, 1).tolist()
-        token_ids = torch.zeros(round_.batch, size, dtype=torch.long)
-        parents, lens = torch.full_like(token_ids, -1), torch.zeros(round_.batch, dtype=torch.long)
-        for a, b in enumerate(round_.draftable):
-            ranked = zip(best.indices[a, :size].tolist(), best.values[a, :size].tolist(), strict=True)
+        token_ids = torch.zeros(len(context.requests), size, dtype=torch.long)
+        parents, lens = torch.full_like(token_ids, -1), torch.zeros(len(context.requests), dtype=torch.long)
+        for b, request_id in enumerate(context.request_ids):
+            ranked = zip(best.indices[b, :size].tolist(), best.values[b, :size].tolist(), strict=True)
             kept = [node for node, value in ranked if value > -1e30]
             kept.sort(key=lambda node: self.depths[node])  # stable sort: by value within a depth
             place = {node: index for index, node in enumerate(kept)} | {-1: -1}
-            self.drafted[round_.ids[a]] = GrownTree(tokens[a], above[a], confidences[a], kept, self._calibration)
+            self.drafted[request_id] = GrownTree(tokens[b], above[b], confidences[b], kept, self._calibration)
             lens[b] = len(kept)
             if kept:
                 self.depth = max(self.depth, self.depths[kept[-1]])
-                token_ids[b, : len(kept)] = torch.tensor([tokens[a][node] for node in kept])
-                parents[b, : len(kept)] = torch.tensor([place[above[a][node]] for node in kept])
+                token_ids[b, : len(kept)] = torch.tensor([tokens[b][node] for node in kept])
+                parents[b, : len(kept)] = torch.tensor([place[above[b][node]] for node in kept])
         return Proposal(token_ids, lens, None, parents)
 
 
 def _gains(best: Tensor) -> list[float]:
-    """Return the expected accepted drafts that each further node adds over the batch, from the best values [A, N]."""
+    """Return the expected accepted drafts that each further node adds over the batch, from the best values [B, N]."""
     return best.exp().sum(0).tolist()
 
 
-def _drawn_tree(head: RolloutRunner, round_: _Round, root: Step, shape: TreeShape) -> Proposal:
+def _drawn_tree(head: RolloutRunner, context: Context, root: Step, shape: TreeShape) -> Proposal:
     """Sample a tree of the shape level by level, up to each request's maximum depth."""
-    step = root.view(len(round_.draftable), 1)  # [A, I]
-    sees = torch.zeros(len(round_.draftable), 1, 0, dtype=torch.bool, device=root.logits.device)
+    batch = len(context.requests)
+    step = root.view(batch, 1)  # [B, I]
+    sees = torch.zeros(batch, 1, 0, dtype=torch.bool, device=root.logits.device)
     above: list[int] = []  # inner nodes of the previous level
 
     def logits_after(inner: list[int], token_ids: Tensor) -> Tensor:
         nonlocal step, sees, above
         if above:
             in_level = torch.tensor([above.index(shape.parents[node]) for node in inner], device=token_ids.device)
-            in_level = in_level.expand(len(round_.draftable), -1)
+            in_level = in_level.expand(batch, -1)
             sees, feedback = _extended_mask(sees, in_level, len(inner)), _children_of(step.feedback, in_level)
-            step = head.level(round_.ids, round_.pick(token_ids)[:, inner], feedback, shape.depths[inner[0]], sees)
+            step = head.level(context.request_ids, token_ids[:, inner], feedback, shape.depths[inner[0]], sees)
         above = inner
-        return round_.spread(step.logits)
+        return step.logits
 
-    proposal = draw_tree(shape, round_.sampler, round_.batch, logits_after)
-    lens = torch.zeros(round_.batch, dtype=torch.long)
-    lens[round_.draftable] = torch.tensor([shape.cut(limit) for limit in round_.limits])
-    return replace(proposal, lens=lens)
+    proposal = draw_tree(shape, context.sampler, batch, logits_after)
+    return replace(proposal, lens=torch.tensor([shape.cut(limit) for limit in context.limits]))

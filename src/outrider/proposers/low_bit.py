@@ -11,10 +11,10 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from outrider.options import int_choice, option
+from outrider.options import CheckedOptions, int_choice, option
 from outrider.proposers.draft_model import DraftModelProposer
-from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import FewerBits
+from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.portable import Form
 from outrider.runner.linear import is_packed
 from outrider.runner.passes import PassRunner
 from outrider.runner.quantized import gets_fewer_bits, quantized_bytes, quantized_copy
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LowBitConfig(MethodConfig):
+class LowBitConfig(CheckedOptions):
     """Precision of the drafting weights."""
 
     bits: int = option(int_choice(4, 8), 4, "Bits per weight of the drafting weights.")
@@ -40,7 +40,7 @@ class LowBitProposer(DraftModelProposer):
 class LowBitMethod(MethodSpec):
     proposer = LowBitProposer
     options = LowBitConfig
-    exported = FewerBits
+    exported = Form.FEWER_BITS
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Report the memory that the weights add."""

@@ -23,14 +23,14 @@ from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import postprocess_of
 from outrider.options import option, several
 from outrider.proposers.head_method import HeadMethod, Loaded
-from outrider.proposers.portable import ParallelHeads
-from outrider.proposers.recognition import TargetFiles
+from outrider.proposers.method import TargetFiles
+from outrider.proposers.portable import Form
 from outrider.proposers.tree_chances import RATES, Drafted, DrawnTree, SiblingRates
 from outrider.proposers.tree_sizes import TreeProposer, TreeSizeConfig
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import place_head
-from outrider.types import Context, Proposal, Request, scatter_rows
+from outrider.types import Context, Proposal, Request
 
 # For heads without measured accuracies: those of the first head by rank, and their ratio between successive heads.
 TYPICAL_ACCURACIES = (0.55, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.01)
@@ -75,45 +75,44 @@ class MedusaProposer(TreeProposer):
     def propose(self, context: Context, k: int) -> Proposal:
         started, self._drafted = perf_counter(), {}
         (states,) = (context.hidden[index] for index in self.needs_hidden)
-        k = min(k, self.max_drafts, max(context.limits))
         # A request has no hidden states before the target has prefilled its prompt.
-        draftable = [b for b, each in enumerate(states) if len(each) and context.limits[b] > 0]
-        if k <= 0 or not draftable:
+        rows = [b for b, each in enumerate(states) if len(each)]
+        if not rows:
             return Proposal.empty(len(states))
+        context = context.take(rows)
+        k = min(k, self.max_drafts, max(context.limits))
         is_drawn = not context.sampler.is_deterministic
         rates = self._rates[is_drawn]
         shape = self._sizes.shape(rates.table[:k], context, is_levelwise=False)
-        last = torch.stack([states[b][-1] for b in draftable]).to(self.device, self.dtype)  # [A, H]
-        lens = torch.tensor([shape.cut(min(k, limit)) if b in draftable else 0 for b, limit in enumerate(context.limits)])
+        last = torch.stack([states[b][-1] for b in rows]).to(self.device, self.dtype)  # [A, H]
+        lens = torch.tensor([shape.cut(limit) for limit in context.limits])
         drafted: Sequence[Drafted]
         if is_drawn:
-            logits = self._distributions(last, draftable, len(states), max(shape.depths))
-            proposal = draw_tree(shape, context.sampler, len(states), logits_by_depth(logits, shape))
-            drafted = [DrawnTree(shape, count, rates) for count in lens[draftable].tolist()]
+            logits = self._distributions(last, max(shape.depths))
+            proposal = draw_tree(shape, context.sampler, len(rows), logits_by_depth(logits, shape))
+            drafted = [DrawnTree(shape, count, rates) for count in lens.tolist()]
         else:
             found = self.heads.candidates(last, k, 1 + max(shape.ranks))  # [A, heads, ranks]
-            token_ids = torch.zeros(len(states), len(shape.parents), dtype=torch.long, device=self.device)
-            token_ids[draftable] = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
-            proposal = Proposal(token_ids, lens, None, torch.tensor(shape.parents).repeat(len(states), 1))
+            token_ids = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
+            proposal = Proposal(token_ids, lens, None, torch.tensor(shape.parents).repeat(len(rows), 1))
             drafted = [_Likeliest(shape, candidates, rates) for candidates in found.tolist()]
         if not self._sizes.is_fixed:  # a fixed tree keeps the output of a seed independent of other requests
-            self._drafted = {context.requests[b].request_id: each for b, each in zip(draftable, drafted, strict=True)}
+            self._drafted = dict(zip(context.request_ids, drafted, strict=True))
         self._sizes.learn(len(shape.parents), max(shape.depths), 1, started)
-        return replace(proposal, lens=lens)
+        return replace(proposal, lens=lens).scatter(rows, len(states))
 
-    def _distributions(self, last: Tensor, draftable: list[int], batch: int, depth: int) -> Tensor:
-        """Map last hidden states [A, H] to logits [D, B, V] of the first D heads."""
+    def _distributions(self, last: Tensor, depth: int) -> Tensor:
+        """Map last hidden states [A, H] to logits [D, A, V] of the first D heads."""
         values = self.heads(last, depth)
         if self._postprocess is not None:
             values = self._postprocess(values)
-        logits = self.heads.to_target_vocabulary(values, self._vocab_size)  # [D, A, V]
-        return scatter_rows(logits.transpose(0, 1), draftable, batch).transpose(0, 1)
+        return self.heads.to_target_vocabulary(values, self._vocab_size)
 
 
 class MedusaMethod(HeadMethod):
     proposer = MedusaProposer
     options = MedusaConfig
-    exported = ParallelHeads
+    exported = Form.PARALLEL_HEADS
     heads = MedusaHeads
     drafts_with = MEDUSA
     own_draft = "medusa"
@@ -121,8 +120,7 @@ class MedusaMethod(HeadMethod):
     check_files = staticmethod(findings.of_medusa)
 
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
-        heads, accuracies = load(folder, target.vocab_size)
-        check_fit(heads, target)
+        heads, accuracies = load(folder, target)
         return Loaded(heads, "Medusa heads", {"accuracies": accuracies})
 
 

@@ -5,35 +5,63 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of
 from outrider.hub import local_gguf
 from outrider.memory import on_this_machine
 from outrider.options import CheckedOptions, declared, path_or_text
 from outrider.proposers.base import Proposer
-from outrider.proposers.portable import Portable
+from outrider.proposers.portable import Form, Portable
 from outrider.types import Finding, OutriderError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-    from outrider.proposers.recognition import Recognised, TargetFiles
     from outrider.runner import ModelRunner
 
-Config = TypeVar("Config", bound="MethodConfig")
+Config = TypeVar("Config", bound=CheckedOptions)
+
+
+class Recognised(NamedTuple):
+    """A draft that fits a target."""
+
+    what: str  # description in messages, such as "draft model"
+    share: float | None = None  # number of weights / the target's; None for heads
 
 
 @dataclass(frozen=True)
-class MethodConfig(CheckedOptions):
-    """Base class of methods' options, each declared as a field by ``outrider.options.option``. It has none itself.
+class TargetFiles:
+    """A target whose files are on this machine, loaded or not."""
 
-    Raises ``OutriderError`` for a value of the wrong type or out of bounds.
-    """
+    name: str  # a folder, a hub id or a GGUF file
+    folder: Path  # or the GGUF file
+    config: PreTrainedConfig  # of its language model
+    trusts_code: bool = False  # the option ``trust_remote_code``
+
+    @classmethod
+    def read(cls, name: str, folder: Path, trusts_code: bool = False) -> TargetFiles:
+        """Read the config of a folder or GGUF file. Raises ``OutriderError`` if it has no readable one."""
+        from outrider.runner.loading import load_config, text_config  # which imports transformers
+
+        return cls(name, folder, text_config(load_config(folder)), trusts_code)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        from outrider.runner.loading import num_layers
+
+        return num_layers(self.config)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -46,7 +74,6 @@ class Setting:
     draft_tokenizer: PreTrainedTokenizerBase | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the method, by name
     drafts: Mapping[str, object] = field(default_factory=dict)  # drafts that come with the target, by name
-    same_text: bool = False  # samples are chosen by noise of seed and position, so that no round draws drafts
 
     @classmethod
     def without_target(cls, **given: Any) -> Setting:
@@ -108,12 +135,12 @@ def of_kind(method: MethodSpec, source: object) -> object:
     return source
 
 
-class MethodSpec(ABC):
+class MethodSpec:
     """A drafting method. The registry contains an instance; ``build`` creates its proposer for a target."""
 
     proposer: type[Proposer]
-    options: type[MethodConfig] = MethodConfig  # the dataclass of its options
-    exported: type[Portable] = Portable  # its description for other engines
+    options: type[CheckedOptions] = CheckedOptions  # the dataclass of its options
+    exported: Form = Form.CUSTOM  # its description for other engines
     takes_draft: bool = False  # whether it uses a draft that the user can name
     drafts_with: DraftKind = MODEL  # the kind of draft that it uses
     comes_with_target: bool = False  # whether it uses the draft in the target's checkpoint if none is named
@@ -134,9 +161,12 @@ class MethodSpec(ABC):
         """Whether ``build`` and the proposer use options and committed tokens only, but no target and no draft."""
         return self.proposer.is_model_free
 
-    @abstractmethod
     def build(self, setting: Setting) -> Proposer:
-        """Create the proposer for a target. Raises ``OutriderError`` if the method does not fit it."""
+        """Create the proposer for a target, by default from its options only.
+
+        Raises ``OutriderError`` if the method does not fit the target.
+        """
+        return cast("Any", self.proposer)(setting.config(self.options))
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
         """Return a description of the draft in a folder, or None if there is none of this method's kind.
@@ -162,7 +192,8 @@ class MethodSpec(ABC):
         Raises ``OutriderError`` for invalid options and a missing draft.
         """
         setting = setting.of(self)
-        return self.exported.of(setting.draft, setting.config(self.options), setting.options)
+        source = None if setting.draft is None else str(setting.draft)
+        return Portable(self.exported, source, setting.config(self.options), frozenset(setting.options))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check from files and configs whether the method fits the target, before ``build`` loads anything."""

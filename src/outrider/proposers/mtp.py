@@ -10,13 +10,13 @@ from pathlib import Path
 
 from outrider.heads import findings, mtp_formats
 from outrider.heads.assistant import AssistantHead, AssistantRunner
-from outrider.heads.checkpoint import MTP, measured_acceptance
+from outrider.heads.checkpoint import MTP, measured, read_config
 from outrider.heads.head_runner import RolloutRunner
 from outrider.heads.mtp import MtpHead
 from outrider.proposers.head_method import HeadMethod, Loaded
 from outrider.proposers.head_trees import HeadProposer, TreeConfig
-from outrider.proposers.portable import OwnHead
-from outrider.proposers.recognition import Recognised, TargetFiles
+from outrider.proposers.method import Recognised, TargetFiles
+from outrider.proposers.portable import Form
 from outrider.runner import ModelRunner, gguf
 
 
@@ -32,7 +32,7 @@ class MtpProposer(HeadProposer):
 class MtpMethod(HeadMethod):
     proposer = MtpProposer
     options = TreeConfig
-    exported = OwnHead
+    exported = Form.OWN_HEAD
     heads = (MtpHead, AssistantHead)
     drafts_with = MTP
     comes_with_target = True
@@ -42,7 +42,9 @@ class MtpMethod(HeadMethod):
 
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
         assert isinstance(target, ModelRunner)  # its layers are those of the target's class
-        rates = None if gguf.find(folder) else measured_acceptance(folder)  # a GGUF file has no config.json
+        is_gguf = gguf.find(folder) is not None
+        # a GGUF file has no config.json
+        rates = None if is_gguf else measured(read_config(folder), "acceptance_by_rank", 1, folder)
         return Loaded(mtp_formats.load_any(folder, target), "MTP head", {"acceptance": rates})
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:

@@ -9,15 +9,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.options import option, whole
+from outrider.options import CheckedOptions, option, whole
 from outrider.proposers.base import Proposer, chain_proposal
-from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import Lookup
+from outrider.proposers.method import MethodSpec
+from outrider.proposers.portable import Form
 from outrider.types import Context, OutriderError, Proposal
 
 
 @dataclass(frozen=True)
-class NgramConfig(MethodConfig):
+class NgramConfig(CheckedOptions):
     """Lengths of matches. Longer matches are tried first."""
 
     max_n: int = option(whole(1), 4, "Longest match in tokens.")  # longer matches rarely change the continuation
@@ -55,10 +55,7 @@ class NgramProposer(Proposer):
 class NgramMethod(MethodSpec):
     proposer = NgramProposer
     options = NgramConfig
-    exported = Lookup
-
-    def build(self, setting: Setting) -> NgramProposer:
-        return NgramProposer(setting.config(NgramConfig))
+    exported = Form.LOOKUP
 
 
 METHOD = NgramMethod()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from outrider.proposers.base import Proposer
-from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import NoDrafts
+from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.portable import Form
 from outrider.types import Context, Proposal
 
 
@@ -20,10 +20,10 @@ class PlainProposer(Proposer):
 
 class PlainMethod(MethodSpec):
     proposer = PlainProposer
-    exported = NoDrafts
+    exported = Form.NO_DRAFTS
 
     def build(self, setting: Setting) -> PlainProposer:
-        setting.config(MethodConfig)
+        setting.config(self.options)
         return PlainProposer()
 
 

@@ -5,120 +5,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
-from outrider.options import CheckedOptions
+TREE = ("top_k", "max_nodes", "max_depth")
+
+
+class Form(Enum):
+    """What a method drafts with."""
+
+    CUSTOM = ("a custom method",)  # no other engine supports it
+    NO_DRAFTS = "no drafts", 0
+    SMALL_MODEL = ("a draft model",)
+    FOREIGN_MODEL = ("a draft model with another tokenizer",)
+    PARALLEL_MODEL = "a draft model that reads mask tokens", 8
+    LOOKUP = "n-grams of the text", 5, ("min_n", "max_n")
+    TEXT = "repetitions of any length in the text", 16  # engines with custom proposers can run Outrider's
+    PAIR = ("two methods in turn",)  # at least one of which needs a model
+    PARALLEL_HEADS = ("parallel heads",)
+    FEATURE_HEAD = "a head on the target's features", 4, (*TREE, "hidden_states")
+    OWN_HEAD = "an MTP head", 4, TREE  # without a source: in the target's checkpoint
+    BLOCK_DRAFTER = "a block drafter", 7
+    FIRST_LAYERS = "the target's own first layers", 4, ("layers",)
+    FEWER_BITS = ("the target's own weights in fewer bits",)
+
+    def __init__(self, what: str, usual_k: int = 4, carried: tuple[str, ...] = ()) -> None:
+        self.what = what  # in messages: "vLLM cannot draft with ..."
+        self.usual_k = usual_k  # drafts per round for plans with K = auto
+        self.carried = carried  # options that other engines have, too
 
 
 @dataclass(frozen=True)
 class Portable:
-    """A drafting method. The base class describes a method that no other engine supports."""
+    """A drafting method with its draft and options."""
 
-    what: ClassVar[str] = "a custom method"  # in messages: "vLLM cannot draft with ..."
-    usual_k: ClassVar[int] = 4  # drafts per round for plans with K = auto
-
-    def __init_subclass__(cls, what: str | None = None, usual_k: int | None = None) -> None:
-        cls.what, cls.usual_k = what or cls.what, cls.usual_k if usual_k is None else usual_k
-
-    @classmethod
-    def of(cls, draft: object, config: CheckedOptions, given: Mapping[str, Any]) -> Self:
-        """Describe a method with this draft and these options, of which the user gave ``given``.
-
-        Fields have the names of options; ``source`` is the draft.
-        """
-        known = {"source": None if draft is None else str(draft), "given": frozenset(given), **vars(config)}
-        return cls(**{each.name: known[each.name] for each in fields(cls)})
-
-
-@dataclass(frozen=True)
-class NoDrafts(Portable, what="no drafts", usual_k=0):
-    """Plain decoding."""
-
-
-@dataclass(frozen=True)
-class SmallModel(Portable, what="a draft model"):
-    """A draft model, in a folder or on the hub."""
-
-    source: str
-    other_tokenizer: bool = False
-
-
-@dataclass(frozen=True)
-class ParallelModel(SmallModel, what="a draft model that reads mask tokens", usual_k=8):
-    """A draft model that makes all drafts of a round in one pass over mask tokens, which its config names."""
-
-
-@dataclass(frozen=True)
-class Lookup(Portable, what="n-grams of the text", usual_k=5):
-    """Prompt lookup: continuations of earlier n-grams."""
-
-    min_n: int
-    max_n: int
-
-
-@dataclass(frozen=True)
-class TextDrafts(Portable, what="repetitions of any length in the text", usual_k=16):
-    """Another text-only method: engines with custom proposers can run Outrider's."""
-
-
-@dataclass(frozen=True)
-class Pair(Portable, what="two methods in turn"):
-    """A combination of two methods, at least one of which needs a model."""
-
-
-@dataclass(frozen=True)
-class ParallelHeads(Portable, what="parallel heads"):
-    """Heads that predict the next tokens all at once."""
-
-    source: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class TreeHead(Portable):
-    """A head that continues from the target's features, token by token, and may draft trees."""
-
-    top_k: int = 1  # children per node
-    max_nodes: int | None = None  # maximum drafts in a tree
-    max_depth: int | None = None  # maximum length of a path
-    given: frozenset[str] = frozenset()  # names of the options that the user set
+    form: Form
+    source: Any  # folder or hub id of its draft, a str; None without one
+    config: Any  # its options, of the method's class
+    given: frozenset[str]  # names of the options that the user set
 
     @property
-    def asks_for_tree(self) -> bool:
-        """Return whether the user set the shape of the tree."""
-        return self.top_k > 1 and not self.given.isdisjoint(("top_k", "max_nodes"))
-
-
-@dataclass(frozen=True)
-class FeatureHead(TreeHead, what="a head on the target's features"):
-    """A head trained on the target, in a folder or on the hub."""
-
-    source: str
-    hidden_states: tuple[int, ...] | None = None  # target hidden states, instead of those in the head's config
-
-
-@dataclass(frozen=True)
-class OwnHead(TreeHead, what="an MTP head"):
-    """An MTP head, which has the same kind of layer as the target."""
-
-    source: str | None  # None: in the target's checkpoint
-
-
-@dataclass(frozen=True)
-class BlockDrafter(Portable, what="a block drafter", usual_k=7):
-    """A head trained on the target that drafts a block in one pass, in a folder or on the hub."""
-
-    source: str
-
-
-@dataclass(frozen=True)
-class FirstLayers(Portable, what="the target's own first layers"):
-    """The target's own first layers."""
-
-    layers: int | None
-
-
-@dataclass(frozen=True)
-class FewerBits(Portable, what="the target's own weights in fewer bits"):
-    """The target's own weights in fewer bits, over its own cache."""
+    def drafts_trees(self) -> bool:
+        """Return whether its options include the shape of a tree."""
+        return "top_k" in self.form.carried

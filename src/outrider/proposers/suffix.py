@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from outrider.options import number, option, whole
+from outrider.options import CheckedOptions, number, option, whole
 from outrider.proposers.base import Proposer, chain_proposal
-from outrider.proposers.method import MethodConfig, MethodSpec, Setting
-from outrider.proposers.portable import TextDrafts
+from outrider.proposers.method import MethodSpec
+from outrider.proposers.portable import Form
 from outrider.types import Context, OutriderError, Proposal, Request, owner_of
 
 END = -1  # separator after each earlier text: not a token, so no match or draft crosses it
@@ -30,7 +30,7 @@ FIRST_MATCH_TOKENS = 64  # tokens that are matched against a block of earlier te
 
 
 @dataclass(frozen=True)
-class SuffixConfig(MethodConfig):
+class SuffixConfig(CheckedOptions):
     """Settings of suffix drafts: matches, lengths, and the tokens of earlier requests that are stored."""
 
     min_match: int = option(whole(1), 1, "Minimum length of a match in tokens; after a short match the draft is short, too.")
@@ -289,10 +289,7 @@ class SuffixProposer(Proposer):
 class SuffixMethod(MethodSpec):
     proposer = SuffixProposer
     options = SuffixConfig
-    exported = TextDrafts
-
-    def build(self, setting: Setting) -> SuffixProposer:
-        return SuffixProposer(setting.config(SuffixConfig))
+    exported = Form.TEXT
 
 
 METHOD = SuffixMethod()

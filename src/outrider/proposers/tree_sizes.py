@@ -127,7 +127,6 @@ class TreeProposer(Proposer):
     """Base class of proposers that draft trees of ``TreeSizes`` and learn from their acceptance."""
 
     drafts_trees = True
-    samples_drafts = True
 
     def __init__(self, target: ModelRunner, max_nodes: int | None, needs_hidden: tuple[int, ...]) -> None:
         """``max_nodes``: see ``TreeSizeConfig``."""

@@ -15,7 +15,7 @@ class ProposerWrapper(Proposer):
         self.inner = inner
         self.name, self.needs_hidden, self.drafts_trees = inner.name, inner.needs_hidden, inner.drafts_trees
         self.max_drafts, self.auto_drafts, self.is_model_free = inner.max_drafts, inner.auto_drafts, inner.is_model_free
-        self.drafts_ahead, self.samples_drafts = inner.drafts_ahead, inner.samples_drafts
+        self.drafts_ahead = inner.drafts_ahead
 
     @property
     def memory(self) -> object:

@@ -42,6 +42,8 @@ ReadLogits = Callable[[int, int, Tensor], None]  # (b, position of the first tok
 class ModelRunner:
     """One model with its cache and passes."""
 
+    drafts_ahead = True  # as a draft model it can read tokens that the target has not processed yet
+
     def __init__(
         self, model: PreTrainedModel, config: RunnerConfig, device: torch.device, name: str, shape: CacheShape
     ) -> None:

@@ -29,7 +29,8 @@ class SelfDraft:
     def __init__(self, runner: ModelRunner, passes: PassRunner | None = None, depth: int | None = None) -> None:
         """``depth``: draft with the first layers and the head; otherwise with ``passes`` of a model with other weights."""
         self._runner, self._depth = runner, depth
-        self.device, self.max_len = runner.device, runner.max_len
+        self.device, self.max_len, self.vocab_size = runner.device, runner.max_len, runner.vocab_size
+        self.max_drafts = None  # no states are kept for drafts
         self.drafts_ahead = runner.max_drafts is None  # recurrent layers: the target's states end at the committed tokens
         self.passes = passes or runner.passes
         self._layers = () if depth is None else (depth,)

@@ -158,9 +158,8 @@ def train_medusa(workspace: Workspace, out: Path, plan: HeadPlan, options: Medus
     vocab = reduced_vocab(options.draft_vocab, runner)
     heads: medusa_heads.MedusaHeads | None = None
     if options.start is not None:
-        heads = medusa_heads.load(options.start, runner.vocab_size)[0]
+        heads = medusa_heads.load(options.start, runner)[0]
         options = replace(options, heads=heads.shape.num_heads, layers=heads.shape.num_layers)
-        medusa_heads.check_fit(heads, runner)
         heads = shapes.continued(heads, runner)
     check_row_length(workspace.seq_len, options.heads + 3, f"{options.heads} heads")
     shape = shapes.medusa_shape(runner, options.heads, options.layers, vocab)
