@@ -25,6 +25,7 @@ BELOW = {
     "sampling_params": {"errors", "options"},
     "types": {"errors", "sampling_params"},
     "method_text": {"errors"},
+    "chat": {"errors", "options"},
     "disk_cache": {"errors"},
     "progress": set(),
     "files": {"errors"},
@@ -41,6 +42,7 @@ BELOW = {
     "tune": {"types", "runner"},
     "family": set(),
     "engine": {
+        "chat",
         "errors",
         "files",
         "hub",
@@ -72,6 +74,7 @@ BELOW = {
         "engine",
     },
     "train": {
+        "chat",
         "errors",
         "options",
         "progress",
