@@ -39,7 +39,8 @@ def target_run(folder: Path, plan: TrainingPlan = PLAN) -> Trainer:
     net = model.build(TINY.target, TINY, plan.seed)
     stream = np.tile(np.arange(3, 67, dtype=np.uint16), 40)
     batches = data.Mixture({"pattern": stream, "reverse": stream[::-1]}, {"pattern": 2.0, "reverse": 1.0}, plan.seed)
-    loss = model.GrowingExitLoss(model.LlamaDecoder(net), LayerSkip(), seed=plan.seed, growth=Growth(exit_share=0.5, grow_at=0.3))
+    growth = Growth(exit_share=0.5, grow_at=0.3)
+    loss = model.GrowingExitLoss(model.LlamaDecoder(net), LayerSkip(), seed=plan.seed, growth=growth)
     return Trainer("target", net, batches, loss, plan, folder)
 
 

@@ -29,9 +29,9 @@ def in_rounds(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, ...]
 
 
 def summary(batches: Iterable[tuple[Tensor, ...]]) -> dict[str, Any]:
-    """Return the acceptance of rounds of K drafts, greedy and sampled: its mean, by depth, and the mean acceptance length of k.
+    """Return the acceptance of rounds of K drafts, greedy and sampled: its mean, by depth, and as mean acceptance lengths.
 
-    ``batches``: greedy and sampled acceptance [..., K] of rounds. The mean acceptance length is the expected number of tokens of
+    ``batches``: greedy and sampled acceptance [..., K] of rounds. A mean acceptance length is the expected number of tokens of
     a round of k drafts: 1 + sum over j of P(j in a row are accepted).
     """
     found: dict[str, Any] = {}
