@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ class GrowingExitLoss(EarlyExitLoss):
     A layer is dropped for all rows of a step, so that compiled layers see one shape.
     """
 
-    growth: Growth = Growth()
+    growth: Growth = field(default_factory=Growth)
 
     def exit_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of an early exit on a share of the rows."""

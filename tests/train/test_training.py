@@ -550,15 +550,11 @@ def test_an_interruption_ends_the_final_measurement_which_a_resumed_run_makes(ru
     assert json.loads((tmp_path / "curve.json").read_text()) == ended.curve == resumed.curve
 
 
-
-
 @pytest.mark.parametrize("is_supported", [True, False])
 def test_a_gpu_without_bfloat16_trains_in_float32(is_supported, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: is_supported or including_emulation)
     chosen = precision.arithmetic_dtype(torch.device("cuda"))
     assert chosen == (torch.bfloat16 if is_supported else torch.float32)
-
-
 
 
 def test_a_full_disk_is_reported_with_the_file_and_leaves_no_part(tmp_path, monkeypatch):
@@ -802,8 +798,6 @@ def test_a_run_with_other_settings_is_not_resumed(kind, runner, rows, tmp_path, 
     monkeypatch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("can't allocate memory")))
     with pytest.raises(RuntimeError, match="allocate"):  # says nothing about the checkpoint
         train(changed=False)
-
-
 
 
 def test_the_time_of_a_run_is_that_of_its_steps(runner, cache, tmp_path, monkeypatch):

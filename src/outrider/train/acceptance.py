@@ -41,8 +41,6 @@ def summary(batches: Iterable[tuple[Tensor, ...]]) -> dict[str, Any]:
         found[name] = {
             "acceptance": round(float(accepted.mean()), 4),
             "by_depth": [round(float(mean), 4) for mean in accepted.mean(0)],
-            "mean_acceptance_length": {
-                k: round(1 + float(alive[:k].sum()), 3) for k in sorted({*LENGTHS, size}) if k <= size
-            },
+            "mean_acceptance_length": {k: round(1 + float(alive[:k].sum()), 3) for k in sorted({*LENGTHS, size}) if k <= size},
         }
     return found

@@ -117,7 +117,6 @@ class BlockLoss(HeadLoss):
         return numbered("held", values["greedy"]["by_depth"]), values
 
 
-
 def _attention(positions: Tensor, anchors: Tensor, block: int) -> Attend:
     """Return an attention function in which each block sees the row before its anchor, and itself.
 

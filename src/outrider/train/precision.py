@@ -9,10 +9,7 @@ from outrider.runner import kernels
 
 def arithmetic_dtype(device: torch.device) -> torch.dtype:
     """Return bfloat16 on a GPU with units for it and on a CPU with instructions for it; else float32."""
-    if device.type == "cuda":
-        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        is_fast = kernels.has_fast_bfloat16()
+    is_fast = torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else kernels.has_fast_bfloat16()
     return torch.bfloat16 if is_fast else torch.float32
 
 
