@@ -43,7 +43,8 @@ from outrider.types import OutriderError
 
 Measure = Callable[[bool], tuple[dict[str, Any], Any]]  # whether training has ended -> values for the curve, all measurements
 PASS_LOGITS = 1 << 26  # 268 MB in float32
-Head, LossOf = TypeVar("Head", bound=nn.Module), TypeVar("LossOf", bound=HeadLoss)
+Head = TypeVar("Head", bound=nn.Module)
+LossOf = TypeVar("LossOf", bound=HeadLoss)
 NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # subfolders of the work folder
 
 
