@@ -184,9 +184,9 @@ class Trainer:
         Raises ``OutriderError`` if the disk has no room for two checkpoints, of which one replaces the other.
         The final measurement follows the checkpoint, so that an interruption ends it at once and a resumed run repeats it.
         """
-        room = checkpoint_room(self.model, self.checkpoint)
-        require_disk(self.folder, room, "the checkpoints take", "train a smaller model or give another folder (--work)")
         with exclusive(self.folder):
+            room = checkpoint_room(self.model, self.checkpoint)
+            require_disk(self.folder, room, "the checkpoints take", "train a smaller model or give another folder (--work)")
             self._restore()  # another process may have trained since this run was made
             self._train()
             with advise_to_resume():
