@@ -67,7 +67,7 @@ def train_early_exit(workspace: Workspace, out: Path, plan: HeadPlan, skip: Laye
 
     before = read_or_create_json(workspace.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
     for layer in decoder.layers if plan.compile else ():
-        layer.compile(dynamic=False)
+        layer.compile()
     loss = EarlyExitLoss(decoder, skip, workspace.dtype, plan.seed)
     after = run_job(workspace, "early-exit", model, rows, loss, plan, measure)
     finish(workspace, "early-exit", out, {"before": before, "after": after})
