@@ -25,6 +25,7 @@ BELOW = {
     "sampling_params": {"errors", "options"},
     "types": {"errors", "sampling_params"},
     "method_text": {"errors"},
+    "chat": {"errors", "options"},
     "disk_cache": {"errors", "files"},
     "progress": {"errors"},
     "files": {"errors"},
@@ -41,6 +42,7 @@ BELOW = {
     "tune": {"types", "runner"},
     "family": set(),
     "engine": {
+        "chat",
         "errors",
         "files",
         "heads",
@@ -73,6 +75,7 @@ BELOW = {
         "engine",
     },
     "train": {
+        "chat",
         "errors",
         "options",
         "progress",

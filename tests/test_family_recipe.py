@@ -20,14 +20,14 @@ from cut import run_until
 from outrider.train import optim
 from outrider.train.claims import check_or_record_identity, fingerprint
 from outrider.train.distillation import DistillationLoss
-from outrider.train.layer_skip import EarlyExitLoss
+from outrider.train.layer_skip import EarlyExitLoss, drop_rates
 from outrider.train.options import Distillation, LayerSkip
 from outrider.train.plan import TrainingPlan
-from outrider.train.trainer import RunningClock, Trainer
+from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
 from recipes import PACKAGE
 from recipes.family import chats, corpus, data, evaluate, loops, model, samples, stages, tokenizer, written
-from recipes.family.config import PRESETS, AgainstLoops
+from recipes.family.config import PRESETS, AgainstLoops, Growth
 
 TINY = PRESETS["tiny"]
 PLAN = replace(TINY.target_plan, eval_every_s=1e9, save_every_s=1e9)
@@ -39,8 +39,9 @@ def target_run(folder: Path, plan: TrainingPlan = PLAN) -> Trainer:
     net = model.build(TINY.target, TINY, plan.seed)
     stream = np.tile(np.arange(3, 67, dtype=np.uint16), 40)
     batches = data.Mixture({"pattern": stream, "reverse": stream[::-1]}, {"pattern": 2.0, "reverse": 1.0}, plan.seed)
-    skip = LayerSkip(exit_share=0.5, from_scratch=True, whole_steps=True, grow_at=0.3)
-    return Trainer("target", net, batches, EarlyExitLoss(model.LlamaDecoder(net), skip, seed=plan.seed), plan, folder)
+    growth = Growth(exit_share=0.5, grow_at=0.3)
+    loss = model.GrowingExitLoss(model.LlamaDecoder(net), LayerSkip(), seed=plan.seed, growth=growth)
+    return Trainer("target", net, batches, loss, plan, folder)
 
 
 def test_training_reduces_the_loss(tmp_path: Path) -> None:
@@ -83,7 +84,8 @@ def test_the_draft_learns_from_the_target(tmp_path: Path) -> None:
     student = model.build(TINY.draft, TINY, 2)
     stream = np.random.default_rng(0).integers(3, 200, 5000).astype(np.uint16)
     rows = data.DistillationRows(data.Mixture({"noise": stream}, {"noise": 1.0}, 3), torch.full((4, 33), 7), 0.5)
-    loss = DistillationLoss(student, teacher, Distillation(plain_share=0.1))
+    distilled = DistillationLoss(student, teacher, Distillation())
+    loss = model.plain_first(0.1, model.text_loss(student, torch.float32), distilled)
     trainer = Trainer("draft", student, rows, loss, replace(TINY.draft_plan, save_every_s=1e9), tmp_path)
     trainer.run()
     kls = [point["kl"] for point in trainer.curve if "kl" in point]
@@ -103,20 +105,14 @@ def test_a_draft_is_initialised_with_layers_of_its_target(preset: str) -> None:
         assert torch.equal(own.mlp.gate_proj.weight, source.mlp.gate_proj.weight) == same_width
 
 
-def test_the_clock_does_not_count_pauses() -> None:
-    times = iter([0.0, 1.0, 3.0, 1000.0, 1001.0])
-    clock = RunningClock(elapsed=10.0, max_gap=5.0, now=lambda: next(times))
-    assert [clock.tick() for _ in range(4)] == [11.0, 13.0, 18.0, 19.0]
-
-
 def test_progress_is_the_larger_of_tokens_and_time(tmp_path: Path) -> None:
     trainer = target_run(tmp_path, replace(PLAN, minutes=1.0))
     assert trainer.progress == 0.0
     trainer.tokens = PLAN.max_tokens // 4
     assert trainer.progress == pytest.approx(0.25)
-    trainer.clock.elapsed = 45.0
+    trainer.elapsed = 45.0
     assert trainer.progress == pytest.approx(0.75)
-    trainer.clock.elapsed = 100.0
+    trainer.elapsed = 100.0
     assert trainer.progress == 1.0
 
 
@@ -142,6 +138,22 @@ def test_orthogonalise_in_16_bits_equalises_singular_values_that_are_far_apart()
     exact, found = (optim.orthogonalise(matrices, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert torch.linalg.svdvals(found).max() < 1.5
     assert torch.cosine_similarity(exact.flatten(), found.flatten(), 0) > 0.99
+
+
+def test_a_target_grows_and_layers_are_dropped_for_whole_steps() -> None:
+    net = model.build(replace(TINY.target, layers=8), TINY, 0)
+    loss = model.GrowingExitLoss(model.LlamaDecoder(net), LayerSkip(max_drop=0.5), growth=Growth(exit_share=0.5, grow_at=0.4))
+    drawn = torch.stack([loss.runs(16, step, 0.5) for step in range(800)])  # [steps, L, B]
+    assert torch.equal(drawn, drawn[:, :, :1].expand_as(drawn))
+    rates = [(2**0.5 - 1) * rate for rate in drop_rates(8, 0.5)]  # equation 3: S(t) = exp(t ln 2) - 1
+    assert drawn.float().mean((0, 2)) == pytest.approx([1 - rate for rate in rates], abs=0.03)
+    # nothing is dropped yet, and half of the layers are not added yet
+    assert loss.runs(4, 7, 0.0).tolist() == [[True] * 4, [False] * 4] * 4
+    assert [loss.exits(step, 0.3) for step in range(4)] == [[2], [4], [6], [2]]
+    assert [loss.exits(step, 0.4) for step in range(3)] == [[1], [2], [3]]
+    hidden, labels = torch.randn(4, 5, 64), torch.ones(4, 5, dtype=torch.long)
+    with torch.no_grad():
+        assert torch.equal(loss.exit_loss(hidden, labels), loss.decoder.token_loss(hidden[:2], labels[:2]))
 
 
 def test_adding_layers_does_not_change_the_output() -> None:

@@ -22,7 +22,6 @@ Minutes = Annotated[float | None, typer.Option("--minutes", help="time budget (d
 Tokens = Annotated[
     int | None, typer.Option("--tokens", help="tokens of the whole run; a smaller number ends it early, with decay")
 ]
-Wall = Annotated[bool, typer.Option("--wall", help="count pauses: the run ends by the clock")]
 Package = Annotated[Path, typer.Option("--package", help="output folder of target/, draft/ and the model card")]
 Curves = Annotated[Path, typer.Option("--curves", help="output folder of the curves and report.json")]
 
@@ -63,12 +62,11 @@ def target(
     work: Work = WORK,
     minutes: Minutes = None,
     tokens: Tokens = None,
-    wall: Wall = False,
     start: Annotated[Path | None, typer.Option("--start", help="folder of a trained target to go on from")] = None,
 ) -> None:
     """Train the target. Run again to resume."""
     check_model(start)
-    shop = workshop(preset, corpus, work, minutes=minutes, tokens_in_all=tokens, count_pauses=wall, start=start)
+    shop = workshop(preset, corpus, work, minutes=minutes, tokens_in_all=tokens, start=start)
     stages.train_target(shop)
 
 
@@ -78,10 +76,9 @@ def loops(
     corpus: Corpus = CORPUS,
     work: Work = WORK,
     minutes: Minutes = None,
-    wall: Wall = False,
 ) -> None:
     """Train the finished target against its own greedy loops. Run again to resume."""
-    shop = workshop(preset, corpus, work, minutes=minutes, count_pauses=wall)
+    shop = workshop(preset, corpus, work, minutes=minutes)
     check_trained(work / "target", "target")
     stages.train_against_loops(shop)
 
@@ -95,12 +92,11 @@ def average(others: list[Path], preset: PresetName = "cpu", work: Work = WORK) -
 
 
 @app.command()
-def draft(  # noqa: PLR0913 - one parameter an option
+def draft(
     preset: PresetName = "cpu",
     corpus: Corpus = CORPUS,
     work: Work = WORK,
     minutes: Minutes = None,
-    wall: Wall = False,
     rows: Annotated[int | None, typer.Option("--generated", help="number of sequences that the target writes first")] = None,
     teacher: Annotated[Path | None, typer.Option("--target", help="folder of a finished target (default: this run's)")] = None,
     start: Annotated[Path | None, typer.Option("--start", help="folder of a trained draft to go on from")] = None,
@@ -108,7 +104,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     """Let the target write text, and distil the draft on that text. Run again to resume."""
     check_model(teacher)
     check_model(start)
-    shop = workshop(preset, corpus, work, minutes=minutes, count_pauses=wall, start=start)
+    shop = workshop(preset, corpus, work, minutes=minutes, start=start)
     if teacher is None:
         check_trained(work / stages.finished(shop), "loops")
         teacher = work / "export" / "target"

@@ -144,9 +144,9 @@ def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[s
         "\n".join(training(*each) for each in runs),
         f"The target is trained with LayerSkip (Elhoushi et al. 2024): layer dropout up to {preset.layer_skip.max_drop} "
         "at the last layer, an early-exit loss at one layer a step in rotation. It grows: until "
-        f"{preset.layer_skip.grow_at:.0%} of the run only every second layer is trained, the others are the identity. "
+        f"{preset.growth.grow_at:.0%} of the run only every second layer is trained, the others are the identity. "
         f"The draft is distilled (forward KL on the target's logits; DistillSpec, Zhou et al. 2024) after "
-        f"{settings.teaching.plain_share:.0%} of plain training; {settings.generated_share:.0%} of its rows were written by "
+        f"{settings.plain_share:.0%} of plain training; {settings.generated_share:.0%} of its rows were written by "
         "the target after training prefixes, half greedily and half at temperature 1. Curves: `recipes/family/*_curve.png`.",
         *([note] if note else []),
         *bits(report["bpb"]),

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outrider.train.options import Distillation, LayerSkip
+from outrider.train.options import LayerSkip
 from outrider.train.plan import SEED as SEED
 from outrider.train.plan import TrainingPlan
 
@@ -42,8 +42,21 @@ class DraftText:
     generation_batch: int = 256
     generated_share: float = 0.6  # share of each batch; the rest is corpus text
     greedy_share: float = 0.5  # share of the generated rows; the others are sampled at temperature 1
-    teaching: Distillation = field(default_factory=lambda: Distillation(plain_share=0.03))
+    plain_share: float = 0.03  # share of the run with plain next-token loss first
     layers: tuple[int, ...] = (0, 2)  # target layers that initialise the draft
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Settings of a randomly initialised target, besides LayerSkip's.
+
+    With ``grow_at`` only every second layer is trained until that share of the run. The others start as the identity (zero
+    output projections), so training needs half the work and adding them changes no output.
+    """
+
+    exit_share: float = 1.0  # share of rows in the exit loss
+    from_scratch: bool = True  # dropout grows over the run
+    grow_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,7 @@ class Preset:
     loops_plan: TrainingPlan
     draft_plan: TrainingPlan
     layer_skip: LayerSkip
+    growth: Growth
     source_megabytes: float  # maximum text per source
     distillation: DraftText
     max_positions: int = 1024
@@ -86,7 +100,8 @@ CPU = Preset(
     ),
     loops_plan=TrainingPlan(4_000_000, 8192, ((1.0, 512),), muon_lr=0.005, adam_lr=0.001, warmup=0.02, decay=1.0),
     draft_plan=TrainingPlan(20_000_000, 4096, ((1.0, 256),), minutes=40, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
-    layer_skip=LayerSkip(exit_scale=0.5, exit_share=0.25, from_scratch=True, whole_steps=True, grow_at=0.55),
+    layer_skip=LayerSkip(exit_scale=0.5),
+    growth=Growth(exit_share=0.25, grow_at=0.55),
     source_megabytes=40,
     distillation=DraftText(3072),
 )
@@ -118,7 +133,8 @@ PRESETS = {
         further_plan=TrainingPlan(10_000, 256, ((0.5, 32), (1.0, 64)), decay=1.0, end=0.1),
         loops_plan=TrainingPlan(5_000, 256, ((1.0, 64),), muon_lr=0.002, adam_lr=0.0004),
         draft_plan=TrainingPlan(10_000, 256, ((1.0, 32),)),
-        layer_skip=LayerSkip(exit_scale=0.2, exit_share=0.5, from_scratch=True, whole_steps=True),
+        layer_skip=LayerSkip(exit_scale=0.2),
+        growth=Growth(exit_share=0.5),
         source_megabytes=1,
         distillation=DraftText(8, 8, 24, 4, layers=(0,)),
         max_positions=256,

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.train.decoder import Decoder
-from outrider.train.distillation import next_token_loss
+from outrider.train.layer_skip import EarlyExitLoss, drop_rates, in_turn
 from outrider.train.precision import arithmetic
 from outrider.train.trainer import Loss
 
 from . import tokenizer
-from .config import TOKEN_IDS, Preset, Shape
+from .config import TOKEN_IDS, Growth, Preset, Shape
 
 CPU = torch.device("cpu")
 
@@ -80,7 +83,8 @@ def text_loss(model: PreTrainedModel, dtype: torch.dtype) -> Loss:
 
     def loss(ids: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         with arithmetic(ids.device, dtype):
-            found = next_token_loss(model, ids)
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            found = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
         return found, {"loss": found.detach()}
 
     return loss
@@ -93,3 +97,42 @@ class LlamaDecoder(Decoder):
         """Apply the model's final norm and head to the hidden state of any layer: [B, S, H] -> [B, S, V]."""
         out: Tensor = self.model.lm_head(self.model.model.norm(hidden))
         return out
+
+
+def plain_first(share: float, plain: Loss, later: Loss) -> Loss:
+    """Return a loss that is ``plain`` for the first share of a run."""
+
+    def loss(ids: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+        return (plain if progress < share else later)(ids, step, pass_index, progress)
+
+    return loss
+
+
+@dataclass
+class GrowingExitLoss(EarlyExitLoss):
+    """Early-exit loss of a model that grows: exits of the layers added so far, computed on a share of the rows.
+
+    A layer is dropped for all rows of a step, so that compiled layers see one shape.
+    """
+
+    growth: Growth = field(default_factory=Growth)
+
+    def exit_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of an early exit on a share of the rows."""
+        rows = max(1, int(len(hidden) * self.growth.exit_share))
+        return super().exit_loss(hidden[:rows], labels[:rows])
+
+    def exits(self, step: int, progress: float) -> list[int]:
+        """Return the early exits trained in a step, as layer indices."""
+        first, every = (1, 1) if progress >= self.growth.grow_at else (2, 2)
+        return in_turn(range(first, len(self.decoder.layers) - 1, every), self.options.rotation, step)
+
+    def runs(self, rows: int, pass_index: int, progress: float) -> Tensor:
+        """Return bool [L, B]: the rows that each layer runs for; others are dropped, or the layer is not grown yet."""
+        over_time = 2**progress - 1 if self.growth.from_scratch else 1.0  # equation 3
+        rates = over_time * np.array(drop_rates(len(self.decoder.layers), self.options.max_drop))
+        drawn = np.random.default_rng((self.seed, pass_index, 1)).random((len(rates), 1))
+        runs = torch.from_numpy(drawn >= rates[:, None]).repeat(1, rows)
+        if progress < self.growth.grow_at:
+            runs[1::2] = False
+        return runs

@@ -20,15 +20,14 @@ from outrider.train.claims import check_or_record_identity, fingerprint
 from outrider.train.continuation import continue_rows
 from outrider.train.distillation import DistillationLoss
 from outrider.train.draft_model import copy_layers
-from outrider.train.layer_skip import EarlyExitLoss
-from outrider.train.options import LayerSkip
+from outrider.train.options import Distillation
 from outrider.train.plan import TrainingPlan
-from outrider.train.precision import run_dtype
+from outrider.train.precision import arithmetic_dtype
 from outrider.train.shrink import shrink
 from outrider.train.trainer import Trainer
 
 from . import card, corpus, data, evaluate, loops, model, prompts, report, tokenizer
-from .config import PRESETS, Preset
+from .config import PRESETS, Growth, Preset
 from .evaluate import HeldOut
 
 
@@ -42,7 +41,6 @@ class Workshop:
     compiled: bool = True
     minutes: float | None = None  # overrides the plan's budget
     tokens_in_all: int | None = None  # overrides the plan's tokens; a run that is past the start of the decay ends soon
-    count_pauses: bool = False
     start: Path | None = None  # folder of a target, or draft, to go on from; otherwise a new one
 
     @property
@@ -53,7 +51,7 @@ class Workshop:
     def plan(self, own: TrainingPlan) -> TrainingPlan:
         """Return a preset's plan with this run's budgets."""
         tokens, minutes = self.tokens_in_all or own.max_tokens, self.minutes or own.minutes
-        return replace(own, max_tokens=tokens, minutes=minutes, count_pauses=self.count_pauses)
+        return replace(own, max_tokens=tokens, minutes=minutes)
 
     @property
     def device(self) -> torch.device:
@@ -97,22 +95,22 @@ def prepare(shop: Workshop) -> None:
     print({name: f"{count / 1e6:.2f} M tokens" for name, count in counts.items()}, flush=True)
 
 
-def _loss(shop: Workshop, name: str, net: LlamaForCausalLM, plan: TrainingPlan, skip: LayerSkip) -> EarlyExitLoss:
+def _loss(shop: Workshop, name: str, net: LlamaForCausalLM, plan: TrainingPlan, growth: Growth) -> model.GrowingExitLoss:
     decoder = model.LlamaDecoder(net)
     if shop.compiled:
         model.compile_layers(net)
         decoder.token_loss = torch.compile(decoder.token_loss, dynamic=False)  # type: ignore[method-assign]
-    return EarlyExitLoss(decoder, skip, run_dtype(shop.folder / name, shop.device), plan.seed)
+    return model.GrowingExitLoss(decoder, shop.preset.layer_skip, arithmetic_dtype(shop.device), plan.seed, growth)
 
 
 def target_run(shop: Workshop) -> Trainer:
     """Return the target's training run."""
     preset = shop.preset
     plan = shop.plan(preset.target_plan if shop.start is None else preset.further_plan)
-    net, skip = model.build(preset.target, preset, plan.seed, shop.device), preset.layer_skip
+    net, growth = model.build(preset.target, preset, plan.seed, shop.device), preset.growth
     if shop.start is not None:
         net.load_state_dict(model.load(shop.start).state_dict())
-        skip = replace(skip, grow_at=0.0)
+        growth = replace(growth, grow_at=0.0)
     shop.claim_start("target")
 
     def measure(final: bool) -> dict[str, Any]:
@@ -121,7 +119,7 @@ def target_run(shop: Workshop) -> Trainer:
         return {"bpb": evaluate.bits_per_byte(net, found), "exit_agreement": agreement}
 
     batches = data.training_mixture(shop.tokens, plan.seed)
-    return Trainer("target", net, batches, _loss(shop, "target", net, plan, skip), plan, shop.folder / "target", measure)
+    return Trainer("target", net, batches, _loss(shop, "target", net, plan, growth), plan, shop.folder / "target", measure)
 
 
 def train_target(shop: Workshop) -> None:
@@ -138,8 +136,8 @@ def train_against_loops(shop: Workshop) -> None:
     learned = torch.load(shop.folder / "target" / "checkpoint.pt", map_location=shop.device, weights_only=True)
     net.load_state_dict(learned["model"])
     check_or_record_identity(shop.folder / "loops" / "run.json", {"target": fingerprint(net)})
-    skip = replace(preset.layer_skip, from_scratch=False, grow_at=0.0)
-    text = _loss(shop, "loops", net, plan, skip)
+    growth = replace(preset.growth, from_scratch=False, grow_at=0.0)
+    text = _loss(shop, "loops", net, plan, growth)
     words = shop.tokenizer
 
     def measure(final: bool) -> dict[str, Any]:
@@ -223,7 +221,8 @@ def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None)
     rows = settings.generated_rows if generated_rows is None else generated_rows
     generated = write_text(shop, teacher, rows) if rows else torch.empty(0, 1)
     student = new_draft(preset, teacher, plan.seed + 1) if shop.start is None else model.load(shop.start, shop.device)
-    loss = DistillationLoss(student, teacher, settings.teaching, run_dtype(shop.folder / "draft", shop.device), plan.seed)
+    dtype = arithmetic_dtype(shop.device)
+    loss = DistillationLoss(student, teacher, Distillation(), dtype, plan.seed)
     if shop.compiled:
         for net in (student, teacher):
             model.compile_layers(net)
@@ -234,7 +233,8 @@ def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None)
     def measure(final: bool) -> dict[str, Any]:
         return {"bpb": evaluate.bits_per_byte(student, shop.held_out(final))}
 
-    Trainer("draft", student, batches, loss, plan, shop.folder / "draft", measure).run()
+    whole = model.plain_first(settings.plain_share, model.text_loss(student, dtype), loss)
+    Trainer("draft", student, batches, whole, plan, shop.folder / "draft", measure).run()
 
 
 def hardware() -> str:

@@ -79,10 +79,10 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
         parts.append(table(header, [(f"{i + 1} ({i + 2})", *map("{:.1%}".format, row)) for i, row in enumerate(shares)]))
     elif "acceptance_by_position" in measured:
         found = measured["acceptance_by_position"]
-        both = enumerate(zip(found["greedy"], found["sampled"], strict=True), 1)
+        both = enumerate(zip(found["greedy"]["by_depth"], found["sampled"]["by_depth"], strict=True), 1)
         columns = "draft, after the true tokens", "greedy", "at temperature 1"
         parts.append(table(columns, [(number, *map("{:.1%}".format, row)) for number, row in both]))
-        greedy, sampled = found["mean_acceptance_length"]
+        greedy, sampled = (list(found[how]["mean_acceptance_length"].values())[-1] for how in ("greedy", "sampled"))
         parts.append(f"Mean acceptance length, greedy and at temperature 1: {greedy} and {sampled}.")
     else:
         held = measured["held_out"].values()

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from outrider.train.plan import TrainingPlan
-from outrider.train.precision import run_dtype
+from outrider.train.precision import arithmetic_dtype
 from outrider.train.trainer import Batches, Trainer
 from recipes import run
 from recipes.family import data, tokenizer
@@ -45,7 +45,7 @@ def build(vocab_size: int, seed: int, **changes: Any) -> Qwen3_5ForCausalLM:
 
 def training(model: PreTrainedModel, batches: Batches, plan: TrainingPlan, folder: Path) -> Trainer:
     """Return the training run."""
-    return Trainer("hybrid", model, batches, text_loss(model, run_dtype(folder, model.device)), plan, folder)
+    return Trainer("hybrid", model, batches, text_loss(model, arithmetic_dtype(model.device)), plan, folder)
 
 
 @app.command()

@@ -65,7 +65,7 @@ def test_heads_learn_the_targets_distribution(captured):
     head = shapes.new_eagle(runner, 1, (2,), None)
     torch.testing.assert_close(head.target_logits(features[2]).softmax(-1), said.softmax(-1), rtol=0.05, atol=0.05)
     heads = shapes.new_medusa(runner, 1, 1)
-    loss, _ = MedusaLoss(heads, shapes.output_layer(runner), cache, 2)(torch.tensor([0, 1]), 0, 0, 0.0)
+    loss, _ = MedusaLoss(heads, cache, 2, shapes.output_layer(runner))(torch.tensor([0, 1]), 0, 0, 0.0)
     own = heads(features[2][:, : SEQ - 2])[0]
     wanted = torch.nn.functional.cross_entropy(own.flatten(0, 1), said[:, 1:-1].softmax(-1).flatten(0, 1))
     assert float(loss) == pytest.approx(float(wanted), rel=0.02)

@@ -59,7 +59,7 @@ def test_every_shipped_head_has_a_card_with_measurements():
         if "accuracies" in measured:
             first = measured["accuracies"][0][0]
         elif "acceptance_by_position" in measured:
-            first = measured["acceptance_by_position"]["greedy"][0]
+            first = measured["acceptance_by_position"]["greedy"]["by_depth"][0]
         else:
             first = measured["held_out"]["held_1"]
         assert f"{first:.1%}" in (folder / "README.md").read_text()

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from outrider import LLM, SamplingParams
 from outrider.runner.parallel_draft import ParallelDraft, mask_token_of
-from outrider.train.acceptance import acceptance, chain_summary
+from outrider.train.acceptance import acceptance, summary
 from outrider.train.distillation import DistillationLoss
 from outrider.train.model_runs import DraftRun, train_draft, trainable
 from outrider.train.options import Distillation, DraftShape, HeadPlan, Parallel
@@ -192,7 +192,7 @@ def test_acceptance_is_measured_in_rounds_of_k_drafts():
             both = acceptance(said, draft(alone[None]).logits[0, -3:])
             greedy.append(both[0])
             sampled.append(both[1])
-    wanted = chain_summary([(torch.stack(greedy)[None], torch.stack(sampled)[None])])
+    wanted = summary([(torch.stack(greedy), torch.stack(sampled))])
     for name in ("greedy", "sampled"):
         assert found[name]["by_depth"] == pytest.approx(wanted[name]["by_depth"], abs=2e-4)
         assert found[name]["mean_acceptance_length"] == pytest.approx(wanted[name]["mean_acceptance_length"], abs=2e-3)

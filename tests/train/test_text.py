@@ -143,10 +143,25 @@ def test_a_chat_keeps_its_tools_tool_calls_and_reasoning(tmp_path):
         assert tokenizer.decode(ids) == "add;user:go|assistant:hmadd7|tool:8|"
 
 
+def test_a_chat_is_trained_as_it_is_served(tokenizer, tmp_path, monkeypatch):
+    """As messages of a request: the role developer, other names of reasoning, parts of a content, results without one."""
+    template = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}{{ m.content }}|{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    chat = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "reasoning": "hm", "content": "c"},
+        {"role": "tool", "content": None},
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}))
+    (ids,) = read_documents(tmp_path / "a.jsonl", tokenizer)
+    assert tokenizer.decode(ids) == "system:be kind|user:a\nb|assistant:hmc|tool:|"
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"messages": [{"role": "a", "tool_calls": "x"}]}, r'line 1: .* \(tool_calls is "x", not a list of calls\)'),
+        ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "line 1: .* .invalid tool_calls 'x': expected a list as in"),
         ({"messages": [{"role": "a", "content": "b"}], "tools": {"a": 1}}, r'line 1: .* \(tools is {"a": 1}, not a list\)'),
         ({"text": "a\ud800"}, "line 1: invalid Unicode: unpaired surrogate at index 1"),
         ({"messages": [{"role": "system", "content": "x"}]}, "line 1: the target's chat template failed: no system role"),
@@ -154,9 +169,9 @@ def test_a_chat_keeps_its_tools_tool_calls_and_reasoning(tmp_path):
         ({"body": 1}, r"line 1: .* \(no 'prompt'\)"),
         ({"messages": []}, r"line 1: .* \(messages is \[\], not a list of messages\)"),
         ({"messages": "hi"}, r'line 1: .* \(messages is "hi", not a list of messages\)'),
-        ({"messages": [{"role": "user"}]}, r'line 1: .* \(a message has no "content"\)'),
-        ({"messages": [{"content": "hi"}]}, r'line 1: .* \(a message has no "role"\)'),
-        ({"messages": [{"role": "user", "content": None}]}, r"line 1: .* \(content is null, not a string\)"),
+        ({"messages": [{"role": "user"}]}, "line 1: .* .invalid content None of a message: expected text"),
+        ({"messages": [{"content": "hi"}]}, r"line 1: .* \(no 'role'\)"),
+        ({"messages": [{"role": "user", "content": 5}]}, r"line 1: .* \(invalid content 5 of a message: expected text"),
         ({"text": None}, r"line 1: .* \(text is null, not a string\)"),
         ({"text": ["a", "b"]}, r'line 1: .* \(text is \["a", "b"\], not a string\)'),
         ({"prompt": None, "completion": "x"}, r"line 1: .* \(prompt is null, not a string\)"),

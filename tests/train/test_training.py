@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,14 +30,14 @@ from outrider.heads.head_runner import RolloutRunner
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train import precision, runs, shapes
 from outrider.train.block_loss import BlockLoss
-from outrider.train.capture import capture, read_rows
+from outrider.train.capture import capture
 from outrider.train.claims import exclusive, fingerprint
 from outrider.train.medusa import MedusaLoss
 from outrider.train.options import BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.runs import Workspace, eagle_sizes, plan_of, train_block, train_eagle, train_medusa, train_mtp
 from outrider.train.text import RowOrder, regenerate
-from outrider.train.trainer import RunningClock, Trainer
+from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
 
 LAYERS, SEQ = 6, 24
@@ -128,7 +128,7 @@ def check_rollouts(head, runner, cache):
         parameter.add_(0.1 * torch.randn_like(parameter))
     last = runner.num_layers
     loss = RolloutLoss(head, cache, last, steps=3)
-    ids, features, _ = read_rows(cache, [5], head, last)
+    ids, features, _ = loss.read([5])
     outs = loss._rollout(ids, features, loss.steps)
     head.set_attention("outrider")
     drafting = RolloutRunner(head, runner)
@@ -156,9 +156,10 @@ def test_training_blocks_equal_drafted_blocks(markov_rank, selector_rank, runner
         attention.sees_earlier_only = attention.window > 0
     for parameter in head.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
-    ids, features, _ = read_rows(cache, [5], head, LAYERS)
+    loss = BlockLoss(head, cache, LAYERS)
+    ids, features, _ = loss.read([5])
     anchors = torch.tensor([[1, 3, 4, 11, 18]])
-    blocks = BlockLoss(head, cache, LAYERS)._blocks(ids, features, anchors)[0]
+    blocks = loss._blocks(ids, features, anchors)[0]
     drafting, count = BlockRunner(head, runner), head.shape.max_drafts
     assert blocks.shape == (5, count, 32) and count == (6 if markov_rank else 5)
     for anchor, block in zip(anchors[0].tolist(), blocks, strict=True):
@@ -179,7 +180,7 @@ def test_the_loss_of_each_draft_is_its_cross_entropy(markov_rank, selector_rank,
     monkeypatch.setattr(loss, "_blocks", lambda *given: drawn.append((*given, blocks(*given))) or drawn[-1][-1])
     parts = loss(torch.tensor([0, 5, 9]), 0, 0, 0.5)[1]
     ids, _, anchors, out = drawn[0]
-    last = read_rows(cache, [0, 5, 9], head, LAYERS)[2]
+    last = loss.read([0, 5, 9])[2]
     for draft in (0, 1, 3):
         one, places = out[:, :, draft], anchors + draft
         rows = torch.arange(3)[:, None]
@@ -233,7 +234,7 @@ def run_of(kind, runner, cache, folder, steps=6):
     torch.manual_seed(0)
     if kind == "medusa":
         head = shapes.new_medusa(runner, 2, 1)
-        loss = MedusaLoss(head, shapes.output_layer(runner), cache, LAYERS)
+        loss = MedusaLoss(head, cache, LAYERS, shapes.output_layer(runner))
     elif kind == "mtp":
         head = shapes.new_mtp(runner)
         loss = RolloutLoss(head, cache, LAYERS, 2)
@@ -369,7 +370,7 @@ def test_a_block_drafter_with_a_cap_of_its_own_has_the_logits_of_drafting(tmp_pa
 def test_an_untrained_mtp_head_repeats_the_feature(runner, cache):
     head = shapes.new_mtp(runner)
     loss = RolloutLoss(head, cache, LAYERS, 1)
-    ids, features, _ = read_rows(cache, [3], head, LAYERS)
+    ids, features, _ = loss.read([3])
     out = loss._rollout(ids, features, 1)[0]
     assert torch.cosine_similarity(out, features[0][:, : out.shape[1]], -1).min() > 0.95
     scale = out.square().mean().sqrt() / features[0].square().mean().sqrt()
@@ -472,13 +473,16 @@ def test_targets_that_differ_only_in_quantised_weights_have_different_fingerprin
     assert fingerprint(first.model) != fingerprint(second.model)
 
 
-def test_features_larger_than_the_disk_are_rejected_before_capture(runner, rows, tmp_path, monkeypatch):
-    room = SimpleNamespace(free=2 * 32 * rows.numel() - 1)
+def test_a_run_without_room_on_the_disk_records_nothing(runner, rows, tmp_path, monkeypatch):
+    """So that the same folder takes a smaller one."""
+    room = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2 * 32 * 2 * rows.numel()))
+    how = HeadPlan(epochs=0.1, batch_tokens=6 * SEQ)
+    with pytest.raises(OutriderError, match=r"training takes .*: use less text \(--max-tokens\), a smaller model or another"):
+        train_mtp(Workspace(runner, None, tmp_path / "work", rows=rows), tmp_path / "out", how, MtpRun(2))
+    assert not [path for path in (tmp_path / "work").rglob("*") if path.is_file()]
     monkeypatch.setattr("shutil.disk_usage", lambda _: room)
-    with pytest.raises(OutriderError, match=r"use less text \(--max-tokens\) or another folder \(--work\)"):
-        capture(runner, rows[:64], [2, LAYERS], tmp_path, silent)
-    assert not list(tmp_path.glob("*.safetensors"))
-    capture(runner, rows[:64], [2], tmp_path / "one", silent)
+    train_mtp(Workspace(runner, None, tmp_path / "work", rows=rows[:20]), tmp_path / "out", how, MtpRun(2))
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(runner, cache, tmp_path):
@@ -545,24 +549,11 @@ def test_an_interruption_ends_the_final_measurement_which_a_resumed_run_makes(ru
     assert json.loads((tmp_path / "curve.json").read_text()) == ended.curve == resumed.curve
 
 
-def test_a_resumed_run_keeps_its_arithmetic(tmp_path, monkeypatch):
-    for measured in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr(precision, "autocast_dtype", lambda _, dtype=measured: dtype)
-        assert precision.run_dtype(tmp_path / "run", torch.device("cpu")) == torch.float32
-
-
 @pytest.mark.parametrize("is_supported", [True, False])
 def test_a_gpu_without_bfloat16_trains_in_float32(is_supported, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: is_supported or including_emulation)
-    chosen = precision.autocast_dtype.__wrapped__(torch.device("cuda"))
+    chosen = precision.arithmetic_dtype(torch.device("cuda"))
     assert chosen == (torch.bfloat16 if is_supported else torch.float32)
-
-
-@pytest.mark.parametrize("content", ["{}", '{"dtype": "float5"}', '{"dtype": 5}'])
-def test_a_damaged_file_of_the_arithmetic_is_named(content, tmp_path):
-    (tmp_path / "arithmetic.json").write_text(content)
-    with pytest.raises(OutriderError, match=r"cannot resume from .*arithmetic\.json \(.*\): delete it to start again"):
-        precision.run_dtype(tmp_path, torch.device("cpu"))
 
 
 def test_a_full_disk_is_reported_with_the_file_and_leaves_no_part(tmp_path, monkeypatch):
@@ -808,30 +799,24 @@ def test_a_run_with_other_settings_is_not_resumed(kind, runner, rows, tmp_path, 
         train(changed=False)
 
 
-def test_a_run_ends_by_the_clock_with_any_step_time_and_pauses_do_not_count():
-    steps = [*[30.0] * 20, 3600.0, *[30.0] * 20]  # a large model; a laptop slept in the middle
-    times = iter([0.0, *accumulate(steps)])
-    clock = RunningClock(now=lambda: next(times))
-    assert [clock.tick() for _ in steps[:20]] == [30.0 * step for step in range(1, 21)]
-    for _ in steps[20:]:
-        clock.tick()
-    assert sum(steps) - 3600 < clock.elapsed <= sum(steps) - 3600 + 4 * 30
+def test_the_time_of_a_run_is_that_of_its_steps(runner, cache, tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("outrider.train.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
 
+    def passing(seconds, call):
+        def timed(*given, **named):
+            now[0] += seconds
+            return call(*given, **named)
 
-def test_a_resumed_clock_counts_slow_steps_and_not_a_pause_in_the_first():
-    times = iter([0.0, 40.0, 40.0, 80.0, 80.0, 3680.0])
-    first = RunningClock(now=lambda: next(times))
-    first.tick()
-    second = RunningClock(first.elapsed, now=lambda: next(times), usual=first.usual)
-    assert second.tick() == 80.0
-    third = RunningClock(second.elapsed, now=lambda: next(times), usual=second.usual)
-    assert third.tick() == 80.0 + 4 * 40.0
+        return timed
 
-
-def test_a_checkpoint_keeps_the_usual_step_time(runner, cache, tmp_path):
-    trainer = run_of("medusa", runner, cache, tmp_path, steps=1)
-    trainer.run()
-    assert run_of("medusa", runner, cache, tmp_path, steps=1).clock.usual == trainer.clock.usual > 0
+    for steps in (2, 3):
+        trainer = run_of("medusa", runner, cache, tmp_path, steps=3)
+        trainer.plan = replace(trainer.plan, eval_every_s=1.0)
+        trainer._accumulate = passing(30.0, trainer._accumulate)
+        trainer.evaluate, trainer.save = passing(500.0, lambda final: {}), passing(500.0, trainer.save)
+        run_until(steps, trainer) if steps == 2 else trainer.run()
+        assert trainer.elapsed == 30.0 * steps
 
 
 def test_invalid_training_is_reported_before_the_target_generates_text(runner, tmp_path, monkeypatch):

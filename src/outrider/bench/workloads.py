@@ -14,7 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outrider.engine.prompts import chat_ids, for_template, takes_tools, template_of
+from outrider.chat import for_template
+from outrider.engine.prompts import chat_ids, takes_tools, template_of
 from outrider.engine.templates import OWN_VARIABLES, requested_variables
 from outrider.errors import check_text, errors_as, without_path
 from outrider.files import READ_ERRORS, open_text

@@ -11,7 +11,7 @@ import tokenize
 from collections.abc import Container, Mapping
 from typing import Any
 
-from outrider.engine.prompts import arguments_of
+from outrider.chat import arguments_of
 from outrider.server.parameters import PYTHONIC
 
 DECODER = json.JSONDecoder()

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from outrider.engine.prompts import arguments_of
+from outrider.chat import arguments_of
 from outrider.errors import OutriderError
 from outrider.server.answers import ItemAnswer
 

@@ -9,8 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 
+from outrider.chat import arguments_of, for_template
 from outrider.engine.options import Speculation
-from outrider.engine.prompts import arguments_of, for_template, shown_tool
+from outrider.engine.prompts import shown_tool
 from outrider.engine.templates import OWN_VARIABLES, requested_variables
 from outrider.options import INT32, declared, shown
 from outrider.registry import PLAIN

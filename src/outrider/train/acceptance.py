@@ -20,34 +20,27 @@ def acceptance(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Ten
     return (target_logits.argmax(-1) == draft_logits.argmax(-1)).float(), overlap
 
 
-def mean_acceptance_length(accepted: Tensor, k: int) -> float:
-    """Return the expected tokens per round of k drafts: 1 + sum over j of P(j in a row are accepted).
+def in_rounds(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, ...]:
+    """Return ``acceptance`` [B, S] of rounds [B, N, K]: each position followed by enough others starts one.
 
-    ``accepted`` [B, S] are probabilities per position; every position followed by k others starts a round, so that easy and
-    hard passages keep their correlation instead of being treated as independent positions.
+    Easy and hard passages thus keep their correlation instead of being treated as independent positions.
     """
-    if accepted.shape[1] < k:
-        return float("nan")
-    return 1 + float(accepted.unfold(1, k, 1).cumprod(-1).mean((0, 1)).sum())
+    return tuple(each.unfold(1, min(max(LENGTHS), each.shape[1]), 1) for each in acceptance(target_logits, draft_logits))
 
 
-def summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Return mean acceptance and mean acceptance length, greedy and sampled, over batches of ``acceptance`` results."""
+def summary(batches: Iterable[tuple[Tensor, ...]]) -> dict[str, Any]:
+    """Return the acceptance of rounds of K drafts, greedy and sampled: its mean, by depth, and as mean acceptance lengths.
+
+    ``batches``: greedy and sampled acceptance [..., K] of rounds. A mean acceptance length is the expected number of tokens of
+    a round of k drafts: 1 + sum over j of P(j in a row are accepted).
+    """
     found: dict[str, Any] = {}
-    for name, parts in zip(("greedy", "sampled"), zip(*pairs, strict=True), strict=True):
-        accepted = torch.cat(parts).cpu()
-        lengths = {k: round(mean_acceptance_length(accepted, k), 3) for k in LENGTHS if k < accepted.shape[1]}
-        found[name] = {"acceptance": round(float(accepted.mean()), 4), "mean_acceptance_length": lengths}
-    return found
-
-
-def chain_summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Return the values of ``summary`` for rounds of K drafts, [B, A, K] each, and the mean acceptance of each depth."""
-    found: dict[str, Any] = {}
-    for name, parts in zip(("greedy", "sampled"), zip(*pairs, strict=True), strict=True):
-        accepted = torch.cat(parts).flatten(0, 1).cpu()
-        alive = accepted.cumprod(-1).mean(0)
-        lengths = {k: round(1 + float(alive[:k].sum()), 3) for k in LENGTHS if k <= accepted.shape[1]}
-        by_depth = [round(float(mean), 4) for mean in accepted.mean(0)]
-        found[name] = {"acceptance": round(float(accepted.mean()), 4), "by_depth": by_depth, "mean_acceptance_length": lengths}
+    for name, parts in zip(("greedy", "sampled"), zip(*batches, strict=True), strict=True):
+        accepted = torch.cat([part.flatten(0, -2) for part in parts]).cpu()
+        alive, size = accepted.cumprod(-1).mean(0), accepted.shape[1]
+        found[name] = {
+            "acceptance": round(float(accepted.mean()), 4),
+            "by_depth": [round(float(mean), 4) for mean in accepted.mean(0)],
+            "mean_acceptance_length": {k: round(1 + float(alive[:k].sum()), 3) for k in sorted({*LENGTHS, size}) if k <= size},
+        }
     return found

@@ -10,7 +10,6 @@ the path selector's scores of the candidates, given the true previous token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,29 +18,23 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.heads.block import Attend, BlockAttention, BlockHead
-from outrider.train.acceptance import acceptance
-from outrider.train.capture import FeatureCache, read_rows
+from outrider.train.acceptance import acceptance, summary
+from outrider.train.head_loss import HeadLoss, numbered, weighted
 from outrider.train.plan import step_seed
 from outrider.train.precision import arithmetic
-from outrider.train.soft_entropy import SoftEntropy, soft_entropy, teacher_of
+from outrider.train.soft_entropy import teacher_of
 
 MAX_GAMMA = 7.0  # the paper's value for blocks of 16; 5 for blocks of 10 and 4 for blocks of 8
 
 
 @dataclass
-class BlockLoss:
-    """Loss of ``head`` over its blocks. ``last``: index of the hidden state after the final norm."""
+class BlockLoss(HeadLoss):
+    """Loss over the blocks after random anchors, which each pass draws anew."""
 
     head: BlockHead
-    cache: FeatureCache
-    last: int
-    seed: int = 0
-    dtype: torch.dtype = torch.float32  # of the arithmetic
-    entropy: SoftEntropy = soft_entropy
 
     def __call__(self, rows: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss of the cached rows with these indices [B], at anchors drawn for this pass."""
-        ids, features, last = read_rows(self.cache, rows.tolist(), self.head, self.last)
+        ids, features, last = self.read(rows.tolist())
         shape, (batch, length) = self.head.shape, ids.shape
         generator = torch.Generator().manual_seed(step_seed(self.seed, pass_index))
         drawn = torch.rand(batch, length - shape.max_drafts, generator=generator).topk(self._num_anchors(length), -1).indices
@@ -66,9 +59,7 @@ class BlockLoss:
                 loss, hit = self.entropy(own, teacher.at(labels_at))
                 losses.append(loss if path_losses is None else loss + path_losses[:, labels_at].mean())
                 hits.append(hit)
-        total = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
-        parts = by_draft("draft", [loss.detach() for loss in losses]) | by_draft("hit", hits)
-        return total, {"loss": total.detach(), **parts}
+        return weighted(losses, hits, weights, "draft")
 
     def _num_anchors(self, length: int) -> int:
         """Return the number of blocks trained per row: together about as many tokens as the row."""
@@ -103,16 +94,15 @@ class BlockLoss:
         return self.head.target_logits(last.gather(1, places[:, :, None].expand(-1, -1, last.shape[2])))
 
     @torch.no_grad()
-    def measure(self) -> dict[str, list[float]]:
+    def measure(self, final: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the acceptance of each draft on held-out rows, after the true tokens before it.
 
         Anchors at which an earlier draft is rejected count as well, so this acceptance is lower than that of reached drafts.
-        ``greedy``: share of equal likeliest tokens; ``sampled``: acceptance probability at temperature 1.
-        ``mean_acceptance_length``: expected tokens per pass of the target for blocks of all drafts, greedy and sampled.
+        Greedy: share of equal likeliest tokens; sampled: acceptance probability at temperature 1.
         """
         found = []
         for row in self.cache.held_out:
-            ids, features, last = read_rows(self.cache, [row], self.head, self.last)
+            ids, features, last = self.read([row])
             most = ids.shape[1] - self.head.shape.max_drafts
             anchors = torch.linspace(1, most, self._num_anchors(ids.shape[1]), device=ids.device).long()[None]
             by_depth = []
@@ -122,19 +112,9 @@ class BlockLoss:
                 target = self._target_logits(last, places)[0]
                 own = self.head.logits_after(out, self.head.logits(out), ids.gather(1, places))[0]
                 by_depth.append(acceptance(target, self.head.to_target_vocabulary(own, target.shape[-1])))
-            found.append([torch.stack(each) for each in zip(*by_depth, strict=True)])
-        greedy, sampled = (torch.cat(each, 1) for each in zip(*found, strict=True))  # [K, anchors]
-        lengths = [1 + float(each.cumprod(0).mean(1).sum()) for each in (greedy, sampled)]
-        return {
-            "greedy": [round(float(value), 4) for value in greedy.mean(1)],
-            "sampled": [round(float(value), 4) for value in sampled.mean(1)],
-            "mean_acceptance_length": [round(length, 3) for length in lengths],
-        }
-
-
-def by_draft(name: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Return the values of the first, second, fourth, ... draft, for the training curve."""
-    return {f"{name}_{number}": value for number, value in enumerate(values, 1) if number & (number - 1) == 0}
+            found.append(tuple(torch.stack(each, 1) for each in zip(*by_depth, strict=True)))  # [anchors, K]
+        values = summary(found)
+        return numbered("held", values["greedy"]["by_depth"]), values
 
 
 def _attention(positions: Tensor, anchors: Tensor, block: int) -> Attend:

@@ -16,8 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.heads.checkpoint import save_tensors
-from outrider.heads.feature_head import FeatureHead
-from outrider.memory import require_disk, size
+from outrider.memory import size
 from outrider.progress import Report
 from outrider.runner import ModelRunner
 from outrider.train.claims import damaged_file_errors, digest, fingerprint, read_or_create_json
@@ -93,7 +92,7 @@ def check_captured(runner: ModelRunner, layers: Sequence[int], seq_len: int) -> 
 def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Path, report: Report) -> FeatureCache:
     """Run the target over rows [R, S] and store these hidden states (numbered as in types.Scores) in ``folder``.
 
-    Raises ``OutriderError`` for invalid layers, a folder of another target or text, or insufficient disk space.
+    Raises ``OutriderError`` for invalid layers, and for a folder of another target or text.
     """
     check_captured(runner, layers, rows.shape[1])
     about: dict[str, Any] = {
@@ -105,7 +104,7 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
         "shard_rows": shard_rows(rows.shape[1]),
     }
     known = read_or_create_json(folder / "features.json", lambda: about)
-    if {"shard_rows": SHARD_ROWS, **known, "layers": 0} != {**about, "layers": 0}:
+    if {**known, "layers": 0} != {**about, "layers": 0}:
         problem = f"{folder} has features of another target or text, or in shards of another size"
         raise OutriderError(f"{problem}: give another folder (--work) or delete it")
     if not set(layers) <= set(known["layers"]):
@@ -117,7 +116,6 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
     if left:
         needed = missing_bytes(folder, rows, len(known["layers"]), runner.hidden_size)
         logger.info("hidden states of %d rows of %d tokens: %s in %s", *rows.shape, size(needed), folder)
-        require_disk(folder, needed, "the hidden states take", "use less text (--max-tokens) or another folder (--work)")
     for start, file in left.items():
         part = rows[start : start + shard_rows(rows.shape[1])]
 
@@ -149,9 +147,3 @@ def _captured(runner: ModelRunner, rows: Tensor, layers: tuple[int, ...], captur
             chunks.append(torch.stack(list(scores.hidden[layer])).to("cpu", torch.bfloat16))
         captured(sum(map(len, found[layers[0]])))
     return {"ids": rows.int().clone()} | {f"hidden_{layer}": torch.cat(chunks).contiguous() for layer, chunks in found.items()}
-
-
-def read_rows(cache: FeatureCache, rows: Sequence[int], head: FeatureHead, last: int) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Return tokens [R, S], the head's input features, each [R, S, H], and the target's last features, on its device."""
-    ids, found = cache.read(rows, sorted({*head.hidden_states, last}), head.fc.weight.device)
-    return ids, [found[layer] for layer in head.hidden_states], found[last]

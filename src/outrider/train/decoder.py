@@ -95,31 +95,20 @@ class Decoder:
 
 
 def _seen(layer: nn.Module, rows: Tensor | None, seen: list[Tensor]) -> nn.Module:
-    """Return a module that runs the layer for some rows [B], returns the others unchanged, and records the output."""
+    """Return a module that runs the layer for some rows [B], returns the others unchanged, and records the output.
+
+    The layer computes all rows unless it runs for none: few are dropped, and its arguments need no selection.
+    """
 
     def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
         out = hidden_states
-        if rows is None or bool(rows.all()):
+        if rows is None or bool(rows.any()):
             out = layer(hidden_states, *args, **options)
-        elif bool(rows.any()):
-            kept = rows.nonzero()[:, 0].to(hidden_states.device)
-            size = len(hidden_states)
-            some = layer(hidden_states[kept], *_of_rows(args, kept, size), **_of_rows(options, kept, size))
-            out = hidden_states.index_copy(0, kept, some.to(hidden_states.dtype))
         if not isinstance(out, Tensor):
             raise TypeError("a layer returns more than a hidden state")
+        if rows is not None and not bool(rows.all()):
+            out = torch.where(rows.to(out.device)[:, None, None], out, hidden_states)
         seen.append(out)
         return out
 
     return with_forward(layer, forward)
-
-
-def _of_rows(value: Any, rows: Tensor, size: int) -> Any:
-    """Select these rows in every tensor argument with one entry per row."""
-    if isinstance(value, Tensor):
-        return value[rows] if value.ndim > 1 and len(value) == size else value
-    if isinstance(value, tuple):
-        return tuple(_of_rows(each, rows, size) for each in value)
-    if isinstance(value, dict):
-        return {name: _of_rows(each, rows, size) for name, each in value.items()}
-    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,10 @@ from outrider.train.options import LayerSkip
 from outrider.train.precision import arithmetic
 
 
-def drop_rates(layers: int, max_drop: float, progress: float | None = None) -> list[float]:
-    """Return the dropout of each layer: exponential in depth and, with ``progress`` (0 to 1), in time (equations 2 and 3)."""
-    over_time = 1.0 if progress is None else math.exp(progress * math.log(2)) - 1
+def drop_rates(layers: int, max_drop: float) -> list[float]:
+    """Return the dropout of each layer, exponential in depth (equation 2)."""
     span = max(layers - 1, 1)
-    return [over_time * (math.exp(depth * math.log(2) / span) - 1) * max_drop for depth in range(layers)]
+    return [(math.exp(depth * math.log(2) / span) - 1) * max_drop for depth in range(layers)]
 
 
 def exit_weights(layers: int, scale: float) -> list[float]:
@@ -43,31 +43,34 @@ class EarlyExitLoss:
     def __call__(self, ids: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of ids [B, S + 1]."""
         text, labels, count = ids[:, :-1], ids[:, 1:], len(self.decoder.layers)
-        rows = max(1, int(len(ids) * self.options.exit_share))
         with arithmetic(ids.device, self.dtype):
             states = self.decoder.hidden_states(text, self.runs(len(ids), pass_index, progress))
             losses = {count - 1: self.decoder.token_loss(states[-1], labels)}
             for depth in self.exits(step, progress):
-                losses[depth] = self.decoder.token_loss(states[depth][:rows], labels[:rows])
+                losses[depth] = self.exit_loss(states[depth], labels)
         weights = exit_weights(count, self.options.exit_scale)
         total = sum(weights[depth] for depth in losses)
         loss = torch.stack([each * (weights[depth] / total) for depth, each in losses.items()]).sum()
         final = losses.pop(count - 1)
         return loss, {"loss": final.detach()} | {f"exit_{depth + 1}": each.detach() for depth, each in losses.items()}
 
+    def exit_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of an early exit with these hidden states [B, S, H]."""
+        return self.decoder.token_loss(hidden, labels)
+
     def exits(self, step: int, progress: float) -> list[int]:
         """Return the early exits trained in a step, as layer indices."""
-        layers = range(1, len(self.decoder.layers) - 1)  # equation 6 gives the exit after the first layer weight 0
-        open_now = [depth for depth in layers if progress >= self.options.grow_at or depth % 2 == 0]
-        turns = max(1, min(self.options.rotation or len(open_now), len(open_now)))
-        return [depth for place, depth in enumerate(open_now) if place % turns == step % turns]
+        # Equation 6 gives the exit after the first layer weight 0.
+        return in_turn(range(1, len(self.decoder.layers) - 1), self.options.rotation, step)
 
     def runs(self, rows: int, pass_index: int, progress: float) -> Tensor:
-        """Return bool [L, B]: the rows that each layer runs for; others are dropped, or the layer is not grown yet."""
-        count = len(self.decoder.layers)
-        rates = drop_rates(count, self.options.max_drop, progress if self.options.from_scratch else None)
-        drawn = np.random.default_rng((self.seed, pass_index, 1)).random((count, 1 if self.options.whole_steps else rows))
-        runs = torch.from_numpy(drawn >= np.array(rates)[:, None]).expand(count, rows).clone()
-        if progress < self.options.grow_at:
-            runs[1::2] = False
-        return runs
+        """Return bool [L, B]: the rows that each layer runs for; others are dropped."""
+        rates = drop_rates(len(self.decoder.layers), self.options.max_drop)
+        drawn = np.random.default_rng((self.seed, pass_index, 1)).random((len(rates), rows))
+        return torch.from_numpy(drawn >= np.array(rates)[:, None])
+
+
+def in_turn(depths: Sequence[int], rotation: int | None, step: int) -> list[int]:
+    """Return every ``rotation``-th of the exits, other ones in the next step (None: one exit)."""
+    turns = max(1, min(rotation or len(depths), len(depths)))
+    return list(depths[step % turns :: turns])

@@ -26,7 +26,7 @@ from outrider.runner.loading import context_length, decoder_layers, text_config
 from outrider.runner.parallel_draft import mask_token_of
 from outrider.runner.survey import survey_without_weights
 from outrider.runner.tokenizers import check_same_vocabulary
-from outrider.train.acceptance import ROWS, acceptance, summary
+from outrider.train.acceptance import ROWS, in_rounds, summary
 from outrider.train.claims import read_or_create_json
 from outrider.train.decoder import Decoder, evaluating
 from outrider.train.distillation import DistillationLoss
@@ -67,8 +67,8 @@ def train_early_exit(workspace: Workspace, out: Path, plan: HeadPlan, skip: Laye
 
     before = read_or_create_json(workspace.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
     for layer in decoder.layers if plan.compile else ():
-        layer.compile()  # for any number of rows, because dropout skips some
-    loss = EarlyExitLoss(decoder, skip, workspace.dtype("early-exit"), plan.seed)
+        layer.compile()
+    loss = EarlyExitLoss(decoder, skip, workspace.dtype, plan.seed)
     after = run_job(workspace, "early-exit", model, rows, loss, plan, measure)
     finish(workspace, "early-exit", out, {"before": before, "after": after})
     _save(workspace, model, out)
@@ -77,7 +77,7 @@ def train_early_exit(workspace: Workspace, out: Path, plan: HeadPlan, skip: Laye
 @torch.no_grad()
 def measure_exits(decoder: Decoder, rows: Tensor) -> dict[str, Any]:
     """Return the model's loss on rows [R, S], and the acceptance of each early exit's drafts, by layers run."""
-    pairs: dict[int, list[tuple[Tensor, Tensor]]] = {depth: [] for depth in range(1, len(decoder.layers))}
+    pairs: dict[int, list[tuple[Tensor, ...]]] = {depth: [] for depth in range(1, len(decoder.layers))}
     loss = 0.0
     decoder.model.eval()
     for ids in rows.to(decoder.model.device).split(ROWS):
@@ -85,7 +85,7 @@ def measure_exits(decoder: Decoder, rows: Tensor) -> dict[str, Any]:
         end = decoder.logits(states[-1])
         loss += len(ids) * float(torch.nn.functional.cross_entropy(end.flatten(0, 1).float(), ids[:, 1:].flatten()))
         for depth, found in pairs.items():
-            found.append(acceptance(end, decoder.logits(states[depth - 1])))
+            found.append(in_rounds(end, decoder.logits(states[depth - 1])))
     return {"loss": round(loss / len(rows), 4), "exits": {str(depth): summary(each) for depth, each in pairs.items()}}
 
 
@@ -127,7 +127,7 @@ def train_draft(workspace: Workspace, out: Path, plan: HeadPlan, options: DraftR
     share = draft.num_parameters() / target.num_parameters()
     logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, origin)
     about = {"shape": asdict(options.shape), "teaching": asdict(teaching), "parallel": parallel and asdict(parallel)}
-    if workspace.dtype(options.name) == checkpoint_dtype(target):  # weights that are not trained need no more precision
+    if workspace.dtype == checkpoint_dtype(target):  # weights that are not trained need no more precision
         in_checkpoint_dtype(target)
     workspace.claim(options.name, draft, (), {"start": options.start, **about})
     rows = TextRows(workspace.training_rows())
@@ -138,7 +138,7 @@ def train_draft(workspace: Workspace, out: Path, plan: HeadPlan, options: DraftR
         return {f"held_{name}": found[name]["acceptance"] for name in ("greedy", "sampled")}, found
 
     before = read_or_create_json(workspace.work / options.name / "before.json", lambda: on_text(rows.held_out))
-    loss = DistillationLoss(draft, target, teaching, workspace.dtype(options.name), plan.seed, training)
+    loss = DistillationLoss(draft, target, teaching, workspace.dtype, plan.seed, training)
     if plan.compile:
         for layer in (*decoder_layers(draft), *decoder_layers(target)):
             layer.compile(dynamic=False)
@@ -153,7 +153,7 @@ def measure_draft(draft: PreTrainedModel, target: PreTrainedModel, rows: Tensor)
     """Return the acceptance of the draft on rows [R, S]."""
     with evaluating(draft):
         return summary(
-            acceptance(target(input_ids=ids, use_cache=False).logits, draft(input_ids=ids, use_cache=False).logits)
+            in_rounds(target(input_ids=ids, use_cache=False).logits, draft(input_ids=ids, use_cache=False).logits)
             for ids in rows.to(target.device).split(ROWS)
         )
 

@@ -170,7 +170,6 @@ class Distillation(CheckedOptions):
     on_policy: float = option(
         number(0, 1), 0.0, "Share of a step's rows that the draft generates itself after their first --prompt-len tokens."
     )
-    plain_share: float = 0.0  # share of the run with plain next-token loss first, for a randomly initialised draft
     prompt_len: int = Source.prompt_len
 
     def __post_init__(self) -> None:
@@ -194,16 +193,8 @@ class Parallel(CheckedOptions):
 
 @dataclass(frozen=True)
 class LayerSkip(CheckedOptions):
-    """Settings of layer dropout, early-exit loss, and exits per step.
-
-    With ``grow_at`` only every second layer is trained until that share of the run, for a randomly initialised model. The
-    others start as the identity (zero output projections), so training needs half the work and adding them changes no output.
-    """
+    """Settings of layer dropout, early-exit loss, and exits per step."""
 
     max_drop: float = option(number(0, 0.99), 0.1, "Layer dropout of the last layer.")  # p_max
     exit_scale: float = option(number(0), 1.0, "Weight of early exits relative to the last layer.")  # e_scale of equation 6
     rotation: int | None = option(whole(1), None, "A step trains every R-th exit, in turn (default: one exit).")  # C_rot,R
-    exit_share: float = 1.0  # share of rows in the exit loss
-    from_scratch: bool = False  # dropout also grows over the run, for an untrained model
-    whole_steps: bool = False  # drop a layer for all rows of a step, so that compiled layers see one shape
-    grow_at: float = 0.0

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outrider.errors import errors_as
 from outrider.runner.loading import text_config
 from outrider.runner.parallel_draft import MASK_KEYS, mask_token_of
-from outrider.train.acceptance import ROWS, acceptance, chain_summary
+from outrider.train.acceptance import ROWS, acceptance, summary
 from outrider.train.decoder import TOLERANCE, evaluating
 from outrider.train.options import Parallel
 from outrider.train.plan import step_seed
@@ -117,7 +117,7 @@ class ParallelDraftTraining:
             for ids in rows.to(target.device).split(ROWS):
                 target_logits = target(input_ids=ids, use_cache=False).logits
                 pairs.append(acceptance(target_logits[:, after], self.logits(ids, entries)[:, places]))  # [B, A, K] each
-        return chain_summary(pairs)
+        return summary(pairs)
 
     @torch.no_grad()
     def check(self, seq_len: int) -> None:

@@ -24,7 +24,6 @@ class TrainingPlan:
     batch_tokens: int
     seq_lens: tuple[tuple[float, int], ...]
     minutes: float | None = None
-    count_pauses: bool = False  # for a run that must end at a given time
     muon_lr: float = 0.02
     adam_lr: float = 0.004
     warmup: float = 0.01

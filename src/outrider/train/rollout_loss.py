@@ -21,45 +21,35 @@ from torch.nn.functional import smooth_l1_loss
 
 from outrider.heads.feature_head import RolloutHead
 from outrider.train import rollout_attention
-from outrider.train.capture import FeatureCache, read_rows
+from outrider.train.head_loss import HeadLoss, weighted
 from outrider.train.plan import step_seed
 from outrider.train.precision import arithmetic
-from outrider.train.soft_entropy import SoftEntropy, Teacher, soft_entropy, teacher_of
+from outrider.train.soft_entropy import Teacher, teacher_of
 
 NOISE = 0.1  # EAGLE-1: matches the error of features when the head feeds itself
 CLASS_WEIGHT = 0.1  # EAGLE-1: weight of the cross entropy relative to the regression
 MANY_TOKENS = 1 << 14  # vocabulary from which not all positions are measured for siblings
 NUM_SIBLINGS = 6  # siblings whose acceptance is measured
+DECAY = 0.8
 ONE_DEEP, ALL_DEEP = 0.2, 0.3  # shares of a run: one depth until the first, all from the second
 
 
 @dataclass
-class RolloutLoss:
-    """Loss of ``head`` over up to ``steps`` depths. ``last``: index of the hidden state after the final norm."""
+class RolloutLoss(HeadLoss):
+    """Loss over up to ``steps`` depths, each weighted by ``DECAY`` relative to the one before."""
 
     head: RolloutHead
-    cache: FeatureCache
-    last: int
     steps: int
-    decay: float = 0.8
-    seed: int = 0
-    dtype: torch.dtype = torch.float32  # of the arithmetic
-    entropy: SoftEntropy = soft_entropy
 
     def __call__(self, rows: Tensor, step: int, pass_index: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss of the cached rows with these indices [B]."""
-        ids, features, last = read_rows(self.cache, rows.tolist(), self.head, self.last)
+        ids, features, last = self.read(rows.tolist())
         if self.head.imitates_features:
             generator = torch.Generator().manual_seed(step_seed(self.seed, pass_index))
             noise = torch.rand(last.shape, generator=generator).to(ids.device)
             features = [last + (2 * noise - 1) * NOISE]
         with arithmetic(ids.device, self.dtype):
             losses, hits = self._step_losses(ids, features, last, self.depth(progress))
-        parts = {f"step_{depth + 1}": loss.detach() for depth, loss in enumerate(losses)}
-        parts |= {f"hit_{depth + 1}": hit for depth, hit in enumerate(hits)}
-        weights = [self.decay**depth for depth in range(len(losses))]
-        total = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
-        return total, {"loss": total.detach(), **parts}
+        return weighted(losses, hits, [DECAY**depth for depth in range(len(losses))], "step")
 
     def depth(self, progress: float) -> int:
         """Return the number of depths trained at this point of a run."""
@@ -94,14 +84,15 @@ class RolloutLoss:
         return entropy, hit
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
+    def measure(self, final: bool = True) -> tuple[dict[str, Any], dict[str, float]]:
         """Return the agreement of likeliest tokens by depth on held-out rows, without noise."""
         hits = torch.zeros(self.steps)
         for row in self.cache.held_out:
-            ids, features, last = read_rows(self.cache, [row], self.head, self.last)
+            ids, features, last = self.read([row])
             for depth, hit in enumerate(self._step_losses(ids, features, last, self.steps)[1]):
                 hits[depth] += float(hit) / len(self.cache.held_out)
-        return {f"held_{depth + 1}": round(float(hit), 4) for depth, hit in enumerate(hits)}
+        found = {f"held_{depth + 1}": round(float(hit), 4) for depth, hit in enumerate(hits)}
+        return found, found
 
     @torch.no_grad()
     def sibling_acceptance(self) -> list[float]:
@@ -115,7 +106,7 @@ class RolloutLoss:
         accepted, total = torch.zeros(NUM_SIBLINGS), 0
         generator = torch.Generator(device).manual_seed(self.seed)
         for row in self.cache.held_out:
-            ids, features, last = read_rows(self.cache, [row], self.head, self.last)
+            ids, features, last = self.read([row])
             out = self._rollout(ids, features, steps=1)[0][0]
             logits = head.target_logits(last[0, 1 : 1 + len(out)])
             step = 1 + logits.shape[-1] // MANY_TOKENS

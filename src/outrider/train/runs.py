@@ -8,32 +8,33 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from outrider.files import write_whole
 from outrider.heads import block_formats, eagle_formats, mtp_formats
 from outrider.heads import medusa as medusa_heads
 from outrider.heads.block import BlockHead
 from outrider.heads.eagle import EagleHead, default_hidden_states
-from outrider.heads.feature_head import RolloutHead
+from outrider.heads.feature_head import FeatureHead
 from outrider.memory import require_disk
 from outrider.progress import shown
 from outrider.runner import ModelRunner, RunnerConfig, loading
 from outrider.runner.linear import structural_copy
 from outrider.train import plots, shapes
-from outrider.train.block_loss import BlockLoss, by_draft
+from outrider.train.block_loss import BlockLoss
 from outrider.train.capture import FeatureCache, capture, check_captured, missing_bytes
 from outrider.train.claims import advise_to_resume, check_or_record_identity, digest, exclusive, fingerprint
+from outrider.train.head_loss import HeadLoss
 from outrider.train.medusa import MedusaLoss
 from outrider.train.options import MEASURED, NEW_RATES, BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
 from outrider.train.plan import SEED, TrainingPlan
-from outrider.train.precision import run_dtype
+from outrider.train.precision import arithmetic_dtype
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.soft_entropy import SoftEntropy, compiled, soft_entropy
 from outrider.train.text import RowOrder, check_row_length, held_out, regenerate, token_rows
@@ -42,6 +43,8 @@ from outrider.types import OutriderError
 
 Measure = Callable[[bool], tuple[dict[str, Any], Any]]  # whether training has ended -> values for the curve, all measurements
 PASS_LOGITS = 1 << 26  # 268 MB in float32
+Head = TypeVar("Head", bound=nn.Module)
+LossOf = TypeVar("LossOf", bound=HeadLoss)
 NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # subfolders of the work folder
 
 
@@ -100,9 +103,10 @@ class Workspace:
             return self.target
         return ModelRunner.load(in_checkpoint_dtype(structural_copy(self.target)), RunnerConfig(max_batch=16))
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the products of a part of the work folder."""
-        return run_dtype(self.work / name, self.model.device)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the products of training."""
+        return arithmetic_dtype(self.model.device)
 
     def features(self, layers: Sequence[int]) -> FeatureCache:
         """Return the cache of these hidden states; create or complete it if necessary."""
@@ -113,16 +117,17 @@ class Workspace:
     def claim(self, name: str, model: nn.Module, layers: Sequence[int], about: Mapping[str, Any]) -> None:
         """Record what a part of the work folder is ``about``. ``layers``: hidden states that ``model`` reads.
 
-        Raises ``OutriderError`` if it belongs to another run. If the target will generate text, which may take hours, the disk
-        is checked first for the text's hidden states and the checkpoints of ``model``, which may be without weights.
+        Raises ``OutriderError`` if it belongs to another run, or if the disk lacks room for the text's hidden states and the
+        checkpoints of ``model``, which may be without weights. The disk is checked first: generating text may take hours, and
+        a refused run records nothing.
         """
-        if self.rows is None and self.source.regenerate:  # capture() and Trainer check again
-            self.work.mkdir(parents=True, exist_ok=True)
-            width = int(loading.text_config(self.model).hidden_size)
-            needed = missing_bytes(self.work / "features", self.text_rows(), len(set(layers)), width)
-            needed += checkpoint_room(model, self.work / name / "checkpoint.pt")
-            advice = "use less text (--max-tokens), a smaller model or another folder (--work)"
-            require_disk(self.work, needed, "training takes", advice)
+        self.work.mkdir(parents=True, exist_ok=True)
+        rows = self.text_rows() if self.rows is None else self.rows
+        width = int(loading.text_config(self.model).hidden_size)
+        needed = missing_bytes(self.work / "features", rows, len(set(layers)), width)
+        needed += checkpoint_room(model, self.work / name / "checkpoint.pt")
+        advice = "use less text (--max-tokens), a smaller model or another folder (--work)"
+        require_disk(self.work, needed, "training takes", advice)
         text = digest(self.training_rows())
         check_or_record_identity(self.work / name / "run.json", {"target": fingerprint(self.model), "text": text, **about})
 
@@ -153,7 +158,6 @@ def train_medusa(workspace: Workspace, out: Path, plan: HeadPlan, options: Medus
     Raises ``OutriderError`` for invalid settings before any text is generated or read.
     """
     runner = workspace.runner
-    torch.manual_seed(plan.seed)
     check_captured(runner, [runner.num_layers], workspace.seq_len)
     vocab = reduced_vocab(options.draft_vocab, runner)
     heads: medusa_heads.MedusaHeads | None = None
@@ -165,20 +169,12 @@ def train_medusa(workspace: Workspace, out: Path, plan: HeadPlan, options: Medus
     shape = shapes.medusa_shape(runner, options.heads, options.layers, vocab)
     sized = heads or shapes.check_new(medusa_heads.MedusaHeads, shape, runner)
     about = {"heads": options.heads, "layers": options.layers, "draft vocabulary": vocab, "start": options.start}
-    workspace.claim("medusa", sized, [runner.num_layers], about)
-    if heads is None:
-        draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
-        heads = shapes.new_medusa(runner, options.heads, options.layers, draft_ids)
-    heads.to(runner.device)
-    cache = workspace.features([runner.num_layers])
-    output = shapes.output_layer(runner)
-    loss = MedusaLoss(heads, output, cache, runner.num_layers, dtype=workspace.dtype("medusa"), entropy=entropy_of(plan))
 
-    def measure(final: bool) -> tuple[dict[str, Any], medusa_heads.Accuracies]:
-        found = loss.measure()
-        return {f"held_{head}": row[0] for head, row in enumerate(found, 1)}, found
+    def make() -> medusa_heads.MedusaHeads:
+        return heads or shapes.new_medusa(runner, options.heads, options.layers, draft_ids_of(workspace, vocab))
 
-    accuracies = run_job(workspace, "medusa", heads, cache, loss, plan, measure)
+    loss_of = partial(MedusaLoss, output=shapes.output_layer(runner))
+    heads, _, accuracies = _train(workspace, plan, "medusa", about, sized, make, loss_of)
     finish(workspace, "medusa", out, {"accuracies": accuracies})
     medusa_heads.export(heads.to(checkpoint_dtype(runner.model)), out, runner.vocab_size, accuracies)
 
@@ -204,8 +200,10 @@ def reduced_vocab(size: int | None, runner: ModelRunner) -> int | None:
     return None if size == runner.vocab_size else size  # a reduced vocabulary of all tokens has no format
 
 
-def draft_ids_of(workspace: Workspace, size: int) -> Tensor:
-    """Return the most frequent tokens of the training rows, ascending."""
+def draft_ids_of(workspace: Workspace, size: int | None) -> Tensor | None:
+    """Return the most frequent tokens of the training rows, ascending; None for all tokens."""
+    if size is None:
+        return None
     rows = workspace.training_rows()
     return shapes.frequent_tokens(rows[: -held_out(len(rows))], workspace.runner.vocab_size, size)
 
@@ -216,26 +214,26 @@ def train_eagle(workspace: Workspace, out: Path, plan: HeadPlan, options: EagleR
     Raises ``OutriderError`` like ``eagle_sizes``, ``eagle_formats.load`` and ``check_exportable``, before any text is generated
     or read.
     """
-    runner, head = workspace.runner, None
+    runner, start = workspace.runner, None
     if options.start is not None:
-        head = eagle_formats.load(options.start, runner, runner.model)
-        eagle_formats.check_exportable(head.shape)
-        head, generation = shapes.continued(head, runner), head.shape.generation
-        options = replace(options, generation=generation, hidden_states=head.hidden_states if generation == 3 else None)
+        start = eagle_formats.load(options.start, runner, runner.model)
+        eagle_formats.check_exportable(start.shape)
+        start, generation = shapes.continued(start, runner), start.shape.generation
+        options = replace(options, generation=generation, hidden_states=start.hidden_states if generation == 3 else None)
     layers, steps, vocab = eagle_sizes(options, runner, workspace.seq_len)
-    sized = head or shapes.check_new(EagleHead, shapes.eagle_shape(runner, options.generation, layers, vocab), runner)
+    sized = start or shapes.check_new(EagleHead, shapes.eagle_shape(runner, options.generation, layers, vocab), runner)
     name = f"eagle{options.generation}"
     about = {"layers": layers, "steps": steps, "draft vocabulary": vocab, "start": options.start}
-    workspace.claim(name, sized, [*layers, runner.num_layers], about)
-    draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
-    cache = workspace.features([*layers, runner.num_layers])
-    torch.manual_seed(plan.seed)
-    if head is None:
-        head = shapes.new_eagle(runner, options.generation, layers, draft_ids)
-    found = _train_rollout(workspace, name, head, cache, plan, steps)
+
+    def make() -> EagleHead:
+        return start or shapes.new_eagle(runner, options.generation, layers, draft_ids_of(workspace, vocab))
+
+    head, loss, found = _train(workspace, plan, name, about, sized, make, partial(RolloutLoss, steps=steps))
+    measured = _measured(loss, found)
+    head.to(checkpoint_dtype(runner.model))
     for folder, form in zip(options.folders(out), options.format, strict=True):
-        finish(workspace, name, folder, found)
-        eagle_formats.export(head, folder, form, runner.name, found["acceptance_by_rank"])
+        finish(workspace, name, folder, measured)
+        eagle_formats.export(head, folder, form, runner.name, measured["acceptance_by_rank"])
 
 
 def train_mtp(workspace: Workspace, out: Path, plan: HeadPlan, options: MtpRun) -> None:
@@ -247,14 +245,15 @@ def train_mtp(workspace: Workspace, out: Path, plan: HeadPlan, options: MtpRun) 
     check_steps(runner, [runner.num_layers], options.steps, workspace.seq_len)
     torch.manual_seed(plan.seed)
     if options.start is None:
-        head = shapes.new_mtp(runner)
+        start = shapes.new_mtp(runner)
     else:
-        head = shapes.continued(mtp_formats.load(options.start, runner), runner)
-    workspace.claim(NAME_OF_MTP, head, [runner.num_layers], {"steps": options.steps, "start": options.start})
-    cache = workspace.features([runner.num_layers])
-    found = _train_rollout(workspace, NAME_OF_MTP, head, cache, plan, options.steps)
-    finish(workspace, NAME_OF_MTP, out, found)
-    mtp_formats.export(head, out, options.format, found["acceptance_by_rank"])
+        start = shapes.continued(mtp_formats.load(options.start, runner), runner)
+    about = {"steps": options.steps, "start": options.start}
+    loss_of = partial(RolloutLoss, steps=options.steps)
+    head, loss, found = _train(workspace, plan, NAME_OF_MTP, about, start, lambda: start, loss_of)
+    measured = _measured(loss, found)
+    finish(workspace, NAME_OF_MTP, out, measured)
+    mtp_formats.export(head.to(checkpoint_dtype(runner.model)), out, options.format, measured["acceptance_by_rank"])
 
 
 def block_sizes(options: BlockRun, runner: ModelRunner, seq_len: int) -> shapes.BlockSizes:
@@ -275,36 +274,24 @@ def train_block(workspace: Workspace, out: Path, plan: HeadPlan, options: BlockR
     Raises ``OutriderError`` like ``block_sizes``, ``block_formats.load`` and ``check_exportable``, before any text is generated
     or read.
     """
-    runner, head = workspace.runner, None
+    runner, start = workspace.runner, None
     if options.start is not None:
-        head = block_formats.load(options.start, runner, runner.model)
-        block_formats.check_exportable(head.shape)
-        head, shape = shapes.continued(head, runner), head.shape
+        start = block_formats.load(options.start, runner, runner.model)
+        block_formats.check_exportable(start.shape)
+        start, shape = shapes.continued(start, runner), start.shape
         options = BlockRun(
-            shape.block_size, len(head.layers), shape.hidden_states, shape.markov_rank, shape.selector_rank, options.start
+            shape.block_size, len(start.layers), shape.hidden_states, shape.markov_rank, shape.selector_rank, options.start
         )
     sizes = block_sizes(options, runner, workspace.seq_len)
-    sized = head or shapes.check_new(BlockHead, shapes.block_shape(runner, sizes, 0), runner)
-    workspace.claim(NAME_OF_BLOCK, sized, [*sizes.hidden_states, runner.num_layers], asdict(sizes) | {"start": options.start})
-    cache = workspace.features([*sizes.hidden_states, runner.num_layers])
-    torch.manual_seed(plan.seed)
-    if head is None:
-        head = shapes.new_block(runner, sizes, shapes.mask_token(workspace.training_rows(), runner))
-    if plan.compile:
-        for module in head.modules():
-            if isinstance(module, Qwen3MLP):
-                module.compile(dynamic=False)
-    loss = BlockLoss(
-        head, cache, runner.num_layers, seed=plan.seed, dtype=workspace.dtype(NAME_OF_BLOCK), entropy=entropy_of(plan)
-    )
+    sized = start or shapes.check_new(BlockHead, shapes.block_shape(runner, sizes, 0), runner)
 
-    def measure(final: bool) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        found = loss.measure()
-        return by_draft("held", found["greedy"]), found
+    def make() -> BlockHead:
+        return start or shapes.new_block(runner, sizes, shapes.mask_token(workspace.training_rows(), runner))
 
-    found = run_job(workspace, NAME_OF_BLOCK, head, cache, loss, plan, measure)
+    about = asdict(sizes) | {"start": options.start}
+    head, _, found = _train(workspace, plan, NAME_OF_BLOCK, about, sized, make, BlockLoss)
     finish(workspace, NAME_OF_BLOCK, out, {"acceptance_by_position": found})
-    block_formats.export(head.to(checkpoint_dtype(runner.model)), out, runner.num_layers, found["sampled"])
+    block_formats.export(head.to(checkpoint_dtype(runner.model)), out, runner.num_layers, found["sampled"]["by_depth"])
 
 
 def check_steps(runner: ModelRunner, layers: Sequence[int], steps: int, seq_len: int) -> None:
@@ -313,41 +300,52 @@ def check_steps(runner: ModelRunner, layers: Sequence[int], steps: int, seq_len:
     check_captured(runner, layers, seq_len)
 
 
-def _train_rollout(
-    workspace: Workspace, name: str, head: RolloutHead, cache: FeatureCache, plan: HeadPlan, steps: int
-) -> dict[str, Any]:
-    """Train a head over this many depths and convert it to its target's dtype. Return what was measured."""
-    if plan.compile:
-        for layer in head.layers:
-            layer.compile(dynamic=False)
+def _train(
+    workspace: Workspace,
+    plan: HeadPlan,
+    name: str,
+    about: Mapping[str, Any],
+    sized: nn.Module,
+    make: Callable[[], Head],
+    loss_of: Callable[..., LossOf],
+) -> tuple[Head, LossOf, Any]:
+    """Train a head in this part of the work folder. Return it, its loss, and what the final measurement found.
+
+    ``sized``: the head that ``make`` returns, or one of its shape without weights; the text is read in between.
+    """
     last = workspace.runner.num_layers
-    loss = RolloutLoss(head, cache, last, steps, seed=plan.seed, dtype=workspace.dtype(name), entropy=entropy_of(plan))
+    layers = [*getattr(sized, "hidden_states", ()), last]
+    workspace.claim(name, sized, layers, about)
+    cache = workspace.features(layers)
+    torch.manual_seed(plan.seed)
+    head = make().to(workspace.runner.device)
+    layers_to_compile: Any = head.layers if plan.compile and isinstance(head, FeatureHead) else ()
+    for layer in layers_to_compile:
+        (layer.mlp if isinstance(head, BlockHead) else layer).compile(dynamic=False)
+    loss = loss_of(head, cache, last, seed=plan.seed, dtype=workspace.dtype, entropy=entropy_of(plan))
+    return head, loss, run_job(workspace, name, head, cache, loss, plan, loss.measure)
 
-    def measure(final: bool) -> tuple[dict[str, float], dict[str, float]]:
-        found = loss.evaluate()
-        return found, found
 
-    found = run_job(workspace, name, head, cache, loss, plan, measure)
-    ranks = loss.sibling_acceptance()
-    head.to(checkpoint_dtype(workspace.model))
-    return {"held_out": found, "acceptance_by_rank": ranks}
+def _measured(loss: RolloutLoss, found: Any) -> dict[str, Any]:
+    """Return the measurements of a head that drafts token by token."""
+    return {"held_out": found, "acceptance_by_rank": loss.sibling_acceptance()}
 
 
 def run_job(
     workspace: Workspace, name: str, model: nn.Module, rows: RowOrder, loss: Loss, plan: HeadPlan, measure: Measure
 ) -> Any:
     """Train ``model`` in this part of the work folder, resuming if interrupted. Return what the final measurement found."""
-    last: list[Any] = []
+    found: Any = None
 
     def evaluate(final: bool) -> dict[str, Any]:
+        nonlocal found
         values, found = measure(final)
-        last[:] = [found]
         return values
 
     loop_plan = replace(plan_of(plan, rows), pass_tokens=pass_tokens(workspace.model))
     Trainer(name, model, rows, loss, loop_plan, workspace.work / name, evaluate).run()
     model.eval().requires_grad_(False)
-    return last[0] if last else measure(True)[1]  # a resumed run may already have ended
+    return found
 
 
 def checkpoint_dtype(model: PreTrainedModel) -> torch.dtype:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.chat import for_template
 from outrider.errors import check_text, errors_as, first_line
 from outrider.files import READ_ERRORS, open_text
 from outrider.heads.checkpoint import save_tensors
@@ -94,7 +95,7 @@ def _entries(path: Path, file: IO[str]) -> Iterator[tuple[str, str | dict[str, A
         place = f"{path}, line {number}"
         try:
             entry = _entry(json.loads(line))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, OutriderError) as error:
             hint = 'expected one JSON object per line, with "text", "prompt" and "completion", or "messages"'
             why = f"no {error}" if isinstance(error, KeyError) else error
             raise OutriderError(f"{place}: {hint} ({why})") from None
@@ -104,7 +105,7 @@ def _entries(path: Path, file: IO[str]) -> Iterator[tuple[str, str | dict[str, A
 def _entry(entry: Any) -> str | dict[str, Any]:
     """Return the text of a line, or the arguments of the chat template for its chat.
 
-    Raises KeyError, TypeError or ValueError if it has another form.
+    Raises KeyError, TypeError, ValueError or OutriderError if it has another form.
     """
     if not isinstance(entry, dict):
         raise TypeError(f"it is a {type(entry).__name__}, not an object")
@@ -114,7 +115,8 @@ def _entry(entry: Any) -> str | dict[str, Any]:
         return _string(entry, "text")
     if name is None:
         return _string(entry, "prompt") + _string(entry, "completion")
-    chat, tools = entry[name], _parsed(entry.get("tools") or None)
+    chat, tools = entry[name], entry.get("tools") or None
+    tools = json.loads(tools) if isinstance(tools, str) else tools
     if not isinstance(chat, list) or not chat or not all([isinstance(message, dict) for message in chat]):
         raise TypeError(f"{name} is {json.dumps(chat)[:60]}, not a list of messages")
     if not isinstance(tools, list | None):
@@ -123,43 +125,12 @@ def _entry(entry: Any) -> str | dict[str, Any]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message for a chat template, with its tool calls, whose arguments templates expect as objects."""
-    role, content = _either(message, "role", "from"), _content(message)
+    """Return a message for a chat template, also of ``conversations``, which have other names."""
     found = {name: value for name, value in message.items() if value is not None}  # files of tables have all columns
-    calls = found.get("tool_calls", [])
-    if not isinstance(calls, list) or not all([isinstance(call, dict) for call in calls]):
-        raise TypeError(f"tool_calls is {json.dumps(calls)[:60]}, not a list of calls")
-    if calls:
-        found["tool_calls"] = [_call(call) for call in calls]
-    return found | {"role": ROLES.get(role, role), "content": content}
-
-
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
-    if not isinstance(function, dict):
-        raise TypeError(f"the function of a call is {json.dumps(function)[:60]}, not an object")
-    own = {**function, "arguments": _parsed(function.get("arguments"))}
-    return {**call, "function": own} if "function" in call else own
-
-
-def _parsed(value: Any) -> Any:
-    """Return what a string of JSON contains; other values as they are."""
-    return json.loads(value) if isinstance(value, str) else value
-
-
-def _content(message: dict[str, Any]) -> str | list[Any]:
-    """Return the text of a message, or its list of parts, which is left to the template."""
-    if message.get("tool_calls") and message.get("content") is None and message.get("value") is None:
-        return ""
-    content = _either(message, "content", "value")
-    return content if isinstance(content, list) else _string(message, "content" if "content" in message else "value")
-
-
-def _either(message: dict[str, Any], key: str, old: str) -> Any:
-    """Return an entry of a message, by its name in ``messages`` or ``conversations``."""
-    if key not in message and old not in message:
-        raise ValueError(f'a message has no "{key}"')
-    return message[key] if key in message else message[old]
+    for old, name in (("from", "role"), ("value", "content")):
+        if old in found:
+            found.setdefault(name, found.pop(old))
+    return for_template(found | {"role": ROLES.get(found["role"], found["role"])})
 
 
 def _string(entry: dict[str, Any], key: str) -> str:

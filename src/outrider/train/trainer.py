@@ -24,7 +24,7 @@ from outrider.progress import described, shown
 from outrider.train import optim
 from outrider.train.claims import advise_to_resume, damaged_file_errors, exclusive
 from outrider.train.plan import TrainingPlan, step_seed
-from outrider.train.precision import run_dtype
+from outrider.train.precision import arithmetic_dtype
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -39,42 +39,8 @@ CHANGEABLE_SETTINGS = {  # settings that a resumed run may change, and their opt
     "muon_lr": "--muon-lr",
     "adam_lr": "--adam-lr",
 }
-MAX_GAP_S = 5.0
-PAUSE = 4.0  # multiple of the usual gap above which a gap is a pause, whatever the step time
-GAP_DECAY = 0.9  # weight of the earlier gaps in the usual one
 WEIGHT_COPIES_PER_CHECKPOINT = 3  # the weights, and at most two states of the optimizer
 MIN_TRAIN_TO_SAVE_RATIO = 20.0  # seconds of training before the next checkpoint per second of saving the last one
-
-
-class RunningClock:
-    """Sums the time between ticks without pauses (a stopped process, a sleeping laptop).
-
-    Each gap is limited to the larger of `max_gap` seconds and several usual gaps; the first one has none before it and counts.
-    """
-
-    def __init__(
-        self,
-        elapsed: float = 0.0,
-        max_gap: float = MAX_GAP_S,
-        now: Callable[[], float] = time.monotonic,
-        usual: float = 0.0,
-    ) -> None:
-        self.elapsed = elapsed
-        self.max_gap = max_gap
-        self.usual = usual  # recent seconds per gap; 0 before the first one
-        self._now = now
-        self._last = now()
-
-    def tick(self) -> float:
-        """Count the time since the last tick and return the total in seconds."""
-        current = self._now()
-        counted = current - self._last
-        if self.usual:
-            counted = min(counted, max(self.max_gap, PAUSE * self.usual))
-        self.usual = GAP_DECAY * self.usual + (1 - GAP_DECAY) * counted if self.usual else counted
-        self.elapsed += counted
-        self._last = current
-        return self.elapsed
 
 
 class Batches(Protocol):
@@ -108,11 +74,10 @@ class Trainer:
     def __post_init__(self) -> None:
         """Raise ``OutriderError`` for a damaged checkpoint."""
         self.device = next(self.model.parameters()).device
-        self.optimizers = optim.build(self.model, self.plan, run_dtype(self.folder, self.device))
+        self.optimizers = optim.build(self.model, self.plan, arithmetic_dtype(self.device))
         self.step = self.tokens = 0
         self.curve: list[dict[str, Any]] = []
-        self.max_gap = math.inf if self.plan.count_pauses else MAX_GAP_S
-        self.clock = RunningClock(0.0, self.max_gap)
+        self.elapsed = 0.0  # seconds of all steps
         self.interrupted = False
         self._known: int | None = None  # time of the checkpoint that this run has read or written
         self._restore()
@@ -125,7 +90,7 @@ class Trainer:
     @property
     def progress(self) -> float:
         """Return the finished share of the run: the larger of the token and the time fraction."""
-        by_time = self.clock.elapsed / (60 * self.plan.minutes) if self.plan.minutes else 0.0
+        by_time = self.elapsed / (60 * self.plan.minutes) if self.plan.minutes else 0.0
         return min(1.0, max(self.tokens / self.plan.max_tokens, by_time))
 
     def _time_of_checkpoint(self) -> int | None:
@@ -148,8 +113,7 @@ class Trainer:
             "rows_drawn": self.batches.rows_drawn,
             "step": self.step,
             "tokens": self.tokens,
-            "elapsed": self.clock.elapsed,
-            "usual": self.clock.usual,
+            "elapsed": self.elapsed,
             "curve": self.curve,
             "pace": {name: getattr(self.plan, name) for name in CHANGEABLE_SETTINGS},
         }
@@ -176,7 +140,7 @@ class Trainer:
                     group["base_lr"] = rate  # a lower rate may be why the run is resumed
             self.batches.rows_drawn.update(state["rows_drawn"])
             self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
-            self.clock = RunningClock(state["elapsed"], self.max_gap, usual=state["usual"])
+            self.elapsed = state["elapsed"]
             changed = [CHANGEABLE_SETTINGS[name] for name, value in state["pace"].items() if value != getattr(self.plan, name)]
         if changed:
             said = "%s: resuming with another %s: the weights will differ from those of a run in one piece"
@@ -184,7 +148,7 @@ class Trainer:
 
     def train_step(self) -> dict[str, Any]:
         """Run one update; return its point of the curve."""
-        plan, before = self.plan, self.progress
+        plan, before, started = self.plan, self.progress, time.monotonic()
         optim.set_lr(self.optimizers, optim.lr_factor(before, plan))
         seq_len = next(length for until, length in plan.seq_lens if before <= until)
         rows = max(1, plan.batch_tokens // seq_len)
@@ -197,9 +161,9 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.tokens += rows * seq_len
-        self.clock.tick()
+        self.elapsed += time.monotonic() - started
         point = {key: round(value, 4) for key, value in parts.items()}
-        return {"step": self.step, "tokens": self.tokens, "seconds": round(self.clock.elapsed, 1), **point}
+        return {"step": self.step, "tokens": self.tokens, "seconds": round(self.elapsed, 1), **point}
 
     def _accumulate(self, passes: Sequence[Tensor], progress: float) -> dict[str, float]:
         """Add the gradients of a step's passes, each weighted by its share of the rows. Return the parts of the mean loss."""
@@ -220,22 +184,21 @@ class Trainer:
         Raises ``OutriderError`` if the disk has no room for two checkpoints, of which one replaces the other.
         The final measurement follows the checkpoint, so that an interruption ends it at once and a resumed run repeats it.
         """
-        room = checkpoint_room(self.model, self.checkpoint)
-        require_disk(self.folder, room, "the checkpoints take", "train a smaller model or give another folder (--work)")
         with exclusive(self.folder):
+            room = checkpoint_room(self.model, self.checkpoint)
+            require_disk(self.folder, room, "the checkpoints take", "train a smaller model or give another folder (--work)")
             self._restore()  # another process may have trained since this run was made
             self._train()
             with advise_to_resume():
                 if self.progress < 1.0 or self.interrupted:
                     raise KeyboardInterrupt
-                if "final" not in self.curve[-1]:
-                    logger.info("%s: measuring on held-out text", self.name)
-                    self.curve[-1] |= self._evaluate(final=True) | {"final": True}
-                    self.save()
+                logger.info("%s: measuring on held-out text", self.name)
+                self.curve[-1] |= self._evaluate(final=True) | {"final": True}
+                self.save()
 
     def _train(self) -> None:
         """Train until done or interrupted, and write a checkpoint."""
-        evaluated = saved = self.clock.elapsed
+        evaluated = saved = self.elapsed
         seconds_of_save = 0.0
         self.model.train()
         previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -244,18 +207,18 @@ class Trainer:
             with shown(self.name) as report:
                 while self.progress < 1.0 and not self.interrupted:
                     point = self.train_step()
-                    if self.clock.elapsed - evaluated > self.plan.eval_every_s:
+                    if self.elapsed - evaluated > self.plan.eval_every_s:
                         measured = self._evaluate(final=False)
                         point |= measured
-                        evaluated = self.clock.elapsed
+                        evaluated = self.elapsed
                     self.curve.append(point)
                     report(
                         self.progress, 1.0, described({key: point[key] for key in ("step", "loss") if key in point} | measured)
                     )
-                    if self.clock.elapsed - saved > max(self.plan.save_every_s, MIN_TRAIN_TO_SAVE_RATIO * seconds_of_save):
+                    if self.elapsed - saved > max(self.plan.save_every_s, MIN_TRAIN_TO_SAVE_RATIO * seconds_of_save):
                         started = time.monotonic()
                         self.save()
-                        seconds_of_save, saved = time.monotonic() - started, self.clock.elapsed
+                        seconds_of_save, saved = time.monotonic() - started, self.elapsed
                 self.save()
         finally:
             for number, handler in previous.items():
