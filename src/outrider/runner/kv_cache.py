@@ -375,6 +375,11 @@ class KVCache(PassThrough):
         self.cached_lens[:] = [0 if source is None else self.cached_lens[source] for source in sources]  # passes hold the list
         self.stores, self.capacity = stores, slots
 
+    def pass_layout(self, tensors: Sequence[Tensor], hidden: Tensor | None = None) -> attention.PassLayout:
+        """Return the layout of a pass over this cache, with the ``tensors`` of ``PassLayout.tensors``."""
+        inputs, stores = tensors[:5], tuple(tensors[5:])
+        return attention.PassLayout(self.shape.layer_places, self.shape.states, *inputs, stores, hidden)
+
     # -- commit -------------------------------------------------------------------------------------------------------------
 
     def keep(self, row: int, first_slot: int, path: Sequence[int]) -> None:

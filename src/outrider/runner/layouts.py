@@ -75,9 +75,8 @@ class Layouts:
         self._cache.reserve(max(stops))
         self._cache.states.record_write(rows, bases, stops)
         positions = positions.clamp_(max=self._cache.max_len - 1)[None]
-        stores, shape, visible = self._cache.tensors, self._cache.shape, self.causal(batch, width)
-        inputs = (row_ids, base_slots, end_places, positions, visible)
-        layout = PassLayout(stores, shape.layer_places, *inputs, states=shape.states)
+        inputs = (positions, row_ids, base_slots, end_places, self.causal(batch, width))
+        layout = self._cache.pass_layout((*inputs, *self._cache.tensors))
         return PassInput(ids[None], [0, *ends[:-1]], lens, layout)
 
     def tree(self, chain: PassInput, proposal: Proposal, text_lens: list[int]) -> PassInput:

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from outrider import native
 from outrider.hub import fetch_weights
 from outrider.runner import experts, linear, loading, packing
-from outrider.runner.attention import PassLayout
 from outrider.runner.config import RunnerConfig, torch_device
 from outrider.runner.cost_book import CostBook
 from outrider.runner.graphs import Run, wait_for
@@ -347,8 +346,7 @@ class ModelRunner:
         token_ids = torch.empty(1, batch, dtype=torch.long, device=self.device)
         row_ids, slots = torch.tensor([rows, bases], device=self.device)
         every, mask = self.layouts.arange(0, batch), self.layouts.causal(batch, 1)
-        layout = PassLayout(self.cache.tensors, self.cache.shape.layer_places, row_ids, slots, every + 1, slots[None], mask)
-        inputs = [token_ids, *layout.inputs, every, *layout.stores]
+        inputs = [token_ids, every, slots[None], row_ids, slots, every + 1, mask, *self.cache.tensors]
         logits, fed = logits.unsqueeze(1), token_ids.view(batch, 1)
         for step in range(steps - 1):
             chosen = next_token(logits, step)
