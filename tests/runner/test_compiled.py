@@ -20,7 +20,7 @@ from torch import nn
 from torch._inductor import codecache
 
 from outrider import LLM, SamplingParams, disk_cache, native
-from outrider.runner import ModelRunner, RunnerConfig, compiled
+from outrider.runner import ModelRunner, RunnerConfig, compiled, disk_keys
 from outrider.runner.linear import PackedLinear
 from outrider.types import Context
 
@@ -183,10 +183,10 @@ def test_the_code_of_a_users_model_is_part_of_the_key(model, monkeypatch, tmp_pa
     found = []
     for number in (1, 2):
         (tmp_path / "own_model.py").write_text(f"from torch import nn\nclass Mine(nn.Module):\n    number = {number}\n")
-        found.append(compiled.code_of(nn.Sequential(importlib.import_module("own_model").Mine())))
+        found.append(disk_keys.code_of(nn.Sequential(importlib.import_module("own_model").Mine())))
         sys.modules.pop("own_model")
     assert found[0] != found[1]
-    assert compiled.code_of(model) == compiled.code_of(nn.Linear(2, 2))
+    assert disk_keys.code_of(model) == disk_keys.code_of(nn.Linear(2, 2))
 
 
 def test_a_package_does_not_keep_its_weights_alive(model):

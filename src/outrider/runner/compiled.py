@@ -8,11 +8,9 @@ serves every batch, draft length and cache size. A package contains no weights: 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import shlex
-import sys
 import tempfile
 import threading
 import warnings
@@ -23,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from outrider import disk_cache, progress
 from outrider.errors import first_line
-from outrider.native.build import cpu_flags, find_compiler
-from outrider.runner import blocks, compiled_gpu
+from outrider.native.build import find_compiler
+from outrider.runner import blocks, compiled_gpu, disk_keys
 from outrider.runner.forward import Program
 from outrider.runner.gates import fuse_gates
 from outrider.runner.graphs import Run
@@ -163,27 +160,12 @@ def _compiled_in(tensor: Tensor) -> Any:
     return tensor.tolist() if tensor.numel() == 1 or (tensor.dim() == 1 and len(tensor) <= MAX_INLINED) else None
 
 
-def code_of(program: nn.Module) -> str:
-    """Return a hash of the runner's files and of those that define the program's modules, except torch's and transformers'."""
-    classes = {each for module in program.modules() for each in type(module).__mro__}
-    names = {each.__module__ for each in classes if each.__module__.split(".")[0] not in ("torch", "transformers")}
-    files = {Path(file) for name in names if (file := getattr(sys.modules.get(name), "__file__", None))}
-    files |= set(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
-
-
 def _key(module: Program) -> str:
     """Return the key of the package: a hash of code, settings, weight types, versions and device."""
     own = [*module.named_parameters(), *module.named_buffers()]
     cache = module.cache
-    what = [
-        code_of(module),
-        str(module.identity()),
-        [[name, list(each.shape), str(each.dtype), _compiled_in(each)] for name, each in own],
-        str((cache.dtype, cache.shape, cache.states.slots)),
-        torch.__version__,
-        transformers.__version__,
-        # A GPU's package contains the number of the device.
-        cpu_flags() if cache.device.type == "cpu" else (torch.cuda.get_device_name(cache.device), cache.device.index or 0),
-    ]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:20]
+    weights = [(name, each.shape, each.dtype, _compiled_in(each)) for name, each in own]
+    shapes = cache.dtype, cache.shape, cache.states.slots
+    # A GPU's package contains the number of the device.
+    where = disk_keys.machine(cache.device), cache.device.index or 0
+    return disk_keys.key(disk_keys.code_of(module), module.identity(), weights, shapes, where)

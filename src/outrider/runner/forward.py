@@ -33,7 +33,7 @@ class Program(nn.Module, ABC):
 
     @abstractmethod
     def identity(self) -> object:
-        """Return what its compiled form depends on besides code, weights, cache and versions, with a complete ``str``."""
+        """Return what its compiled form depends on besides code, weights, cache and versions, with a complete ``repr``."""
 
     @abstractmethod
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
