@@ -133,7 +133,7 @@ def active_pass(layout: PassLayout) -> Iterator[None]:
     """Make ``layout`` the active one for attention and recurrent layers."""
     token = _active.set(layout)
     try:
-        with recurrence.active_states(layout):
+        with recurrence.active_states(layout.state, (layout.cache_rows, layout.bases, layout.ends)):
             yield
     finally:
         _active.reset(token)

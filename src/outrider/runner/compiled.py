@@ -7,10 +7,8 @@ serves every batch, draft length and cache size. A package contains no weights: 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import shlex
 import tempfile
 import threading
 import warnings
@@ -25,7 +23,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from outrider import disk_cache, progress
-from outrider.errors import first_line
+from outrider.errors import first_line, is_out_of_memory
 from outrider.native.build import find_compiler
 from outrider.runner import blocks, compiled_gpu, disk_keys
 from outrider.runner.forward import Program
@@ -63,8 +61,11 @@ def load(module: Program, build: bool) -> Run | None:
         try:
             return _load(module, path)
         except Exception as error:  # for example, torch libraries changed without a change of version
-            outcome = "it is compiled anew" if build else "passes stay eager"
+            is_good = is_out_of_memory(error)
+            outcome = "it is compiled anew" if build and not is_good else "passes stay eager"
             logger.warning("the compiled pass at %s does not load (%s): %s", path, first_line(error), outcome)
+            if is_good:
+                return None
             with suppress(OSError):  # a cache that cannot be written
                 path.unlink()
     if not build:
@@ -108,7 +109,7 @@ def _build(module: Program, key: str) -> Path:
     with (
         progress.logged(logger, f"compiling {module.label}, once per machine", expected),
         tempfile.TemporaryDirectory(prefix="outrider-") as built,
-        _inductor_in(disk_cache.cache_dir("inductor") if is_cuda else Path(built)) as folder,
+        _inductor_in(disk_cache.cache_dir("inductor") if is_cuda else Path(built)),
     ):
         exported, package = export(module), Path(built) / f"{key}{SUFFIX}"
         if is_cuda:
@@ -119,7 +120,7 @@ def _build(module: Program, key: str) -> Path:
             "aot_inductor.package_constants_in_so": False,
             "aot_inductor.precompile_headers": False,  # they would be in inductor's default folder
             "cpp.threads": 1,  # operations besides Outrider's are small: waking threads takes longer than computing them
-            **_compiler_option(folder),
+            **_compiler_option(),
         }
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -128,31 +129,24 @@ def _build(module: Program, key: str) -> Path:
 
 
 @contextmanager
-def _inductor_in(folder: Path) -> Iterator[Path]:
+def _inductor_in(folder: Path) -> Iterator[None]:
     """Make inductor write its files into a private folder: another user could create the default one, which is in /tmp."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     with _inductor:
         before = os.environ.get(name)
         os.environ[name] = str(folder)
         try:
-            yield folder
+            yield
         finally:
             os.environ.pop(name, None)
             if before is not None:
                 os.environ[name] = before
 
 
-def _compiler_option(folder: Path) -> dict[str, Any]:
-    """Wrap a ``$CXX`` with arguments, such as ``ccache g++ -pipe``, in a script: inductor expects the path of one program."""
+def _compiler_option() -> dict[str, Any]:
+    """Return the program of a ``$CXX`` with several words, such as ``ccache g++ -pipe``: inductor expects one."""
     command = find_compiler() or []
-    if len(command) < 2:
-        return {}
-    script = f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
-    names = [Path(word).name for word in command if not word.startswith("-")]  # inductor looks for g++ or clang++ in the name
-    program = folder / "-".join([hashlib.sha256(script.encode()).hexdigest()[:8], *names])
-    program.write_text(script)
-    program.chmod(0o700)
-    return {"cpp.cxx": str(program)}
+    return {"cpp.cxx": next((word for word in command if "++" in word), command[0])} if len(command) > 1 else {}
 
 
 def _compiled_in(tensor: Tensor) -> Any:

@@ -103,7 +103,7 @@ class ModelRunner:
             if packed is not None:
                 return cls(packed, config, device, str(model), shape)._checked("eager", model)
         growth = loading.growth_of(wanted, reader, config.bits, config.dtype) if device.type == "cpu" else 0.0
-        fetch_weights(model, growth)
+        fetch_weights(model, growth if reader is None else min(growth, 1.0))  # a reader's is only an upper bound
         if growth:
             loading.refuse_too_large(model, growth, reader if config.bits is None else None, config.dtype)
         loaded = loading.load_model(model, wanted, config.dtype, device, config.trust_remote_code, reader)
