@@ -298,16 +298,22 @@ class ModelRunner:
         return None  # a separate model runs no part of the target's pass
 
     def catch_up(
-        self, request_ids: Sequence[str], sequences: Sequences, draft_slots: int, hidden: tuple[int, ...] = ()
+        self,
+        request_ids: Sequence[str],
+        sequences: Sequences,
+        draft_slots: int,
+        hidden: tuple[int, ...] = (),
+        to_last: bool = False,
     ) -> tuple[list[int], list[list[int]]]:
-        """Prefill uncached tokens beyond one pass. Return the cache rows and the remaining tokens, at least the last one."""
+        """Prefill uncached tokens beyond one pass, with ``to_last`` all except for the last token of each sequence.
+
+        Return the cache rows and the remaining tokens, at least the last one.
+        """
         rows, lens = self._rows(request_ids, sequences, bool(hidden)), self.cache.cached_lens
         self._prefill(request_ids, sequences, rows, draft_slots, hidden)
+        if to_last:
+            self._prefill_pass(request_ids, sequences, rows, self._num_uncached(sequences, rows), hidden)
         return rows, [list(text[lens[row] :]) for text, row in zip(sequences, rows, strict=True)]
-
-    def prefill_to_last(self, request_ids: Sequence[str], sequences: Sequences, rows: Sequence[int]) -> None:
-        """Prefill the uncached tokens of sequences after ``catch_up``, except for the last token of each."""
-        self._prefill_pass(request_ids, sequences, rows, self._num_uncached(sequences, rows), ())
 
     def feed(
         self,
