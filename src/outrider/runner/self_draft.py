@@ -45,8 +45,9 @@ class SelfDraft:
         Uncached tokens beyond one pass are first prefilled by the whole model.
         """
         runner = self._runner
-        is_recurrent = runner.max_drafts is not None  # drafting overwrites the older states, but scoring starts from one of them
-        self._rows, self._fed = runner.catch_up(request_ids, sequences, draft_slots=0, to_last=is_recurrent)
+        # In recurrent layers drafting overwrites the older states, but scoring starts from one of them.
+        to_last = runner.max_drafts is not None
+        self._rows, self._fed = runner.catch_up(request_ids, sequences, draft_slots=0, to_last=to_last)
         self._slots = [runner.cache.cached_lens[row] for row in self._rows]
         logits, hidden = runner.feed(self.passes, self._fed, self._rows, self._slots, self._layers, self._span)
         self._hidden = [] if self._depth is None else hidden[self._depth]
