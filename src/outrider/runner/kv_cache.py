@@ -372,8 +372,9 @@ class KVCache(PassThrough):
 
     def pass_layout(self, tensors: Sequence[Tensor], hidden: Tensor | None = None) -> attention.PassLayout:
         """Return the layout of a pass over this cache, with the ``tensors`` of ``PassLayout.tensors``."""
-        inputs, stores = tensors[:5], tuple(tensors[5:])
-        return attention.PassLayout(self.shape.layer_places, self.shape.states, *inputs, stores, hidden)
+        positions, rows, bases, ends, visible, *stores = tensors
+        shape, inputs = self.shape, (positions, rows, bases, ends, visible)
+        return attention.PassLayout(shape.layer_places, shape.states, *inputs, tuple(stores), hidden)
 
     # -- commit -------------------------------------------------------------------------------------------------------------
 
