@@ -142,7 +142,6 @@ def test_a_copy_in_fewer_bits_computes_gates_in_one_operator_and_knows_its_arith
     blocks.fastest_activation_bits.cache_clear()
     program = compiled.export(Pass(quantized_copy(runner.model, 4), runner.cache, ()))
     fuse_gates(program)
-    assert count(program) == 2
     ops, targets = torch.ops.outrider, [node.target for node in program.graph.nodes]
     assert targets.count(ops.linear_blocks_gated.default) == 2 and ops.linear_blocks.default in targets
     assert not {ops.linear.default, ops.linear_gated.default, ops.block_activation_bits.default} & set(targets)
