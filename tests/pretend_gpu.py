@@ -217,7 +217,7 @@ def pretend_gpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda, name, fact))
         for module in (linear, compiled_gpu):
             stack.enter_context(mock.patch.object(module, "is_plain", is_plain))
-        stack.enter_context(mock.patch.object(graphs.GraphRunner.__init__, "__defaults__", (device.record,)))
+        stack.enter_context(mock.patch.object(graphs, "record_cuda", device.record))
         stack.enter_context(mock.patch.object(torch, "Generator", device.generator))
         # Tied weights stay tied when a model moves to a tensor of another type.
         stack.enter_context(mock.patch.object(torch.__future__, "_swap_module_params_on_conversion", True))

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from quantised_folders import FORMATS as QUANTISED
+from quantised_folders import write
 from safetensors.torch import save_file
 from tiny_folder import make_folder
 from transformers import LlamaConfig
 
 from outrider import LLM, OutriderError, memory
-from outrider.runner import checkpoint_files, loading
+from outrider.runner import ModelRunner, RunnerConfig, checkpoint_files, loading, model_runner
 from outrider.runner.checkpoint_files import check_weight_files
 from outrider.runner.checkpoints.formats import FORMATS
 
@@ -140,6 +142,15 @@ def test_only_float8_and_converted_weights_of_a_checkpoint_grow(
         monkeypatch.setattr(memory, "total_memory", lambda total=total: total)
         with pytest.raises(OutriderError, match=r"the weights in .* take") if is_refused else nullcontext():
             loading.refuse_too_large(tmp_path, reader.growth, reader, dtype)
+
+
+def test_a_quantised_model_is_not_refused_before_its_download_by_an_upper_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds: list[float] = []
+    monkeypatch.setattr(model_runner, "fetch_weights", lambda _, growth=0.0: bounds.append(growth))
+    ModelRunner.load(write(tmp_path / "model", *QUANTISED["fp8-block"]).folder, RunnerConfig(compile="never"))
+    assert bounds == [1.0]
 
 
 def test_weights_that_are_not_loaded_are_not_counted(tmp_path: Path) -> None:

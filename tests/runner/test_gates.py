@@ -131,7 +131,7 @@ def test_a_copy_in_fewer_bits_computes_gates_in_one_operator_and_knows_its_arith
     runner = ModelRunner.load(untouched(make_model(small_config("llama", **SIZES))), RunnerConfig(compile="never"))
     blocks.fastest_activation_bits.cache_clear()
     program = compiled.export(Pass(quantized_copy(runner.model, 4), runner.cache, ()))
-    assert fuse_gates(program) == 2
+    fuse_gates(program)
     ops, targets = torch.ops.outrider, [node.target for node in program.graph.nodes]
     assert targets.count(ops.linear_gated.default) == 2 and ops.linear.default in targets
     assert ops.block_activation_bits.default not in targets
@@ -144,8 +144,7 @@ def fused(config):
     inputs = program.example_inputs[0]
     inputs[0].copy_(torch.tensor([[5, 6, 7, 8, 9]]))
     before = program.module()(*inputs)[0]
-    found = fuse_gates(program)
-    assert found == count(program)
+    fuse_gates(program)
     return program, before, program.module()(*inputs)[0]
 
 

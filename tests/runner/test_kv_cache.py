@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from outrider.proposers.draft_model import DraftOptions, load_draft
 from outrider.proposers.method import Setting
-from outrider.runner import ModelRunner, RunnerConfig, round_hidden
+from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.kv_cache import CacheShape, KVCache, LayerShape
 from outrider.runner.layouts import shared_chunk
 from outrider.runner.loading import cache_argument
@@ -158,20 +158,6 @@ def test_a_repeated_score_reports_hidden_states_of_prefilled_tokens():
     for request, tokens in zip(rounds.requests, ([5, 7], [8]), strict=True):
         request.token_ids += tokens
     assert [states.shape[0] for states in runner.score(context, proposal_of([[], []]), (1,)).hidden[1]] == [1, 1]
-
-
-@pytest.mark.parametrize("few", [4, round_hidden.FEW_ROWS])
-def test_hidden_states_of_requests_without_drafts_are_not_kept_of_many_rows(monkeypatch, few):
-    monkeypatch.setattr(round_hidden, "FEW_ROWS", few)
-    rounds = start("llama", lengths=(6, 9, 4))
-    context = Context(tuple(rounds.requests), (2, 2, 2), None)
-    whole = rounds.runner.score(context, proposal_of([[5, 6], [7], []]), (1,)).hidden[1]
-    rounds.requests[1].may_draft = False
-    some = rounds.runner.score(context, proposal_of([[5, 6], [7], []]), (1,)).hidden[1]
-    for b in (0, 2):
-        torch.testing.assert_close(some[b], whole[b])
-    is_smaller = some[0].untyped_storage().nbytes() < whole[0].untyped_storage().nbytes()
-    assert (not len(some[1]) and is_smaller) == (few == 4)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from outrider.runner import (
     ModelRunner,
     RunnerConfig,
     blocks,
+    disk_keys,
     huge_pages,
     linear,
     loading,
@@ -147,8 +148,9 @@ def test_each_number_of_bits_and_each_state_of_the_files_has_its_own_file(folder
 
 @pytest.mark.parametrize("name", ["linear.py", "kernels.py", "fp8.py", "blocks.cpp", "codes4.inc"])
 def test_a_file_belongs_to_the_code_that_packed_it(name, folder, monkeypatch):
-    before, read_text = PackedFile.of(folder, 4, "auto"), Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path: read_text(path) + "changed" * (path.name == name))
+    before, read_bytes = PackedFile.of(folder, 4, "auto"), Path.read_bytes
+    monkeypatch.setattr(disk_keys, "own_code", disk_keys.own_code.__wrapped__)  # not cached
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(path) + b"changed" * (path.name == name))
     assert PackedFile.of(folder, 4, "auto").key != before.key
 
 
@@ -284,7 +286,7 @@ def test_a_large_model_is_checked_once_for_each_state_of_its_files(folder, tmp_p
     os.utime(folder / "model.safetensors", ns=(0, 10**9))
     ModelRunner.load(folder, eager)
     assert len(checked) == 4
-    monkeypatch.setattr(self_check, "code_of", lambda _: "changed")
+    monkeypatch.setattr(disk_keys, "code_of", lambda _: "changed")
     ModelRunner.load(folder, eager)
     assert len(checked) == 5
     ModelRunner.load(make_model(small_config("llama")), eager)
@@ -292,18 +294,15 @@ def test_a_large_model_is_checked_once_for_each_state_of_its_files(folder, tmp_p
     assert len(checked) == 7
 
 
-def test_a_large_model_is_checked_beside_files_that_cannot_be_read(folder, tmp_path, monkeypatch):
-    """Such as the folders and links that editors put beside the code."""
-    code = tmp_path / "code"
-    (code / "backup.d").mkdir(parents=True)
-    (code / "kernel.cpp").symlink_to("missing")
-    monkeypatch.setattr(native.build, "FOLDER", code)
-    monkeypatch.setattr(self_check, "MIN_BYTES", 0)
-    own_logits, checked = self_check._own_logits, []
-    monkeypatch.setattr(self_check, "_own_logits", lambda *args: (checked.append(1), own_logits(*args))[1])
-    for _ in range(2):
-        ModelRunner.load(folder, RunnerConfig(compile="never"))
-    assert len(checked) == 2, "no key is made"
+def test_folders_and_broken_links_beside_the_code_are_ignored(tmp_path, monkeypatch):
+    monkeypatch.setattr(native.build, "FOLDER", tmp_path)
+    (tmp_path / "kernel.cpp").write_text("int a;")
+    before = disk_keys.own_code.__wrapped__()
+    (tmp_path / "backup.h").mkdir()
+    (tmp_path / "other.cpp").symlink_to("missing")
+    assert disk_keys.own_code.__wrapped__() == before
+    (tmp_path / "kernel.cpp").write_text("int b;")
+    assert disk_keys.own_code.__wrapped__() != before
 
 
 def test_a_model_that_fails_the_self_check_is_checked_again(folder, monkeypatch):

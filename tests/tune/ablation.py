@@ -52,7 +52,6 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "SPIKE": (cost_book, inf),
     "FIRST_SPIKE": (cost_book, inf),
     "JUMP": (cost_book, 0.0),
-    "COARSE_JUMP": (cost_book, 0.0),
     "LINE_JUMP": (cost_book, 0.0),
     "DEFAULT_SLOPE": (cost_book, 0.0),
     "WIDTH_RESOLUTION": (cost_book, 1),

@@ -27,7 +27,7 @@ def test_a_temporarily_slow_pass_does_not_affect_others():
     assert costs.pass_seconds(5, 1, 0) == 1.2 and costs.pass_seconds(1, 1, 0) == 1.0
 
 
-def test_the_first_pass_after_a_renewal_scales_all_costs():
+def test_a_renewal_discards_the_costs_of_passes_only():
     costs = CostBook()
     for first_layer in (0, 3):
         costs.record_pass(1, 1, 0, 1.0, first_layer)
@@ -36,13 +36,8 @@ def test_the_first_pass_after_a_renewal_scales_all_costs():
     costs.renew()
     assert costs.pass_seconds(1, 1, 0) is costs.pass_seconds(1, 1, 0, 3) is costs.plain_round(1, 0) is None
     costs.record_pass(1, 1, 0, 0.4)
-    assert costs.pass_seconds(1, 1, 0) == 0.4 and costs.pass_seconds(16, 1, 0) == pytest.approx(0.6)
+    assert costs.pass_seconds(16, 1, 0) < 1.5 and costs.pass_seconds(16, 1, 0, 3) is None
     assert costs.plain_round(1, 0) == PlainRound(0.4, 0.1)  # verifier and host as before
-    assert costs.pass_seconds(16, 1, 0, 3) is None
-    costs.record_pass(16, 1, 0, 0.5)
-    assert costs.pass_seconds(16, 1, 0) == pytest.approx(0.5) and costs.pass_seconds(1, 1, 0) == 0.4
-    costs.record_pass(1, 1, 0, 0.2, 3)
-    assert costs.pass_seconds(16, 1, 0, 3) == pytest.approx(0.3)
 
 
 def test_one_slow_pass_does_not_raise_the_cost_of_rows():
@@ -132,15 +127,12 @@ def test_a_longer_context_inherits_costs_and_scales_them_by_its_first_pass():
 
 
 @pytest.mark.parametrize("wrong", [10.0, 0.7])
-@pytest.mark.parametrize("renews", [False, True])
-def test_a_wrong_first_reading_of_copied_costs_is_corrected_for_all_widths(wrong, renews):
-    """The first pass in a longer context, or after a renewal, was disturbed, or ran while the machine was faster."""
+def test_a_wrong_first_reading_of_copied_costs_is_corrected_for_all_widths(wrong):
+    """The first pass in a longer context was disturbed, or ran while the machine was faster."""
     costs, slower = CostBook(), 2.0
     width, usual = 5, 1.4  # not among the copied ones
     for each, seconds in [(1, 1.0), (4, 1.3), (16, 2.5)]:
         costs.record_pass(each, 1, 0, seconds)
-    if renews:
-        costs.renew()
     costs.record_pass(width, 1, 1000, wrong * slower * usual)  # drafted rounds only
     for _ in range(20):
         costs.record_pass(width, 1, 1000, slower * usual)

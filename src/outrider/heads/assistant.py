@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from outrider.heads.checkpoint import ASSISTANT_TENSOR, HeadFiles, TargetSizes, 
 from outrider.heads.feature_head import RolloutHead, Rotation
 from outrider.heads.head_runner import RolloutRunner, Step
 from outrider.runner import ModelRunner, attention, gguf
-from outrider.runner.attention import PassLayout, active_pass
+from outrider.runner.attention import active_pass
 from outrider.runner.kv_cache import CacheShape, LayerShape
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.survey import without_weights
@@ -138,8 +139,8 @@ class AssistantRunner(RolloutRunner):
         row_ids, starts, ends = numbers.chunk(3)
         positions = starts.repeat_interleave(width)[None]
         unseen = torch.zeros(batch, width, width, dtype=torch.bool, device=self.device)
-        layout = PassLayout(cache.stores, self._places, row_ids, starts, ends, positions, unseen)
-        with active_pass(layout):
+        layout = cache.pass_layout((positions, row_ids, starts, ends, unseen, *cache.tensors))
+        with active_pass(replace(layout, layer_places=self._places)):
             out = self.head(token_ids.reshape(1, -1), hidden.flatten(0, 1)[None], positions)
         return Step(*self.head.step(out[0], self._vocab_size))
 

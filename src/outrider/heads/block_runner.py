@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from outrider.heads.block import BlockAttention, BlockHead
 from outrider.heads.head_runner import CHUNK, HeadProgram, HeadRunner
-from outrider.runner.attention import PassLayout, active_pass, attend
-from outrider.runner.forward import ExampleLayout, Program
+from outrider.runner.attention import active_pass, attend
+from outrider.runner.forward import Program, example_layout
 from outrider.runner.layouts import STEP, ranges
 from outrider.types import OutriderError
 
@@ -30,18 +30,17 @@ class BlockPass(HeadProgram):
     head: BlockHead
 
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        layout, hidden = ExampleLayout.over(self.cache), int(self.head.shape.config.hidden_size)
+        (layout, where_shapes), hidden = example_layout(self.cache), int(self.head.shape.config.hidden_size)
         dtype = self.head.fc.weight.dtype
-        rotation = torch.stack(self.head.rotary_emb(torch.zeros(1, 5, hidden, dtype=dtype), layout.inputs[0]))
+        rotation = torch.stack(self.head.rotary_emb(torch.zeros(1, 5, hidden, dtype=dtype), layout.positions))
         # two requests with one new feature each, and with blocks of one and two tokens
         own = rotation[:, :, :3].contiguous(), rotation[:, :, :2].contiguous()
         inputs = (torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 2, hidden, dtype=dtype), *own)
         where = (torch.tensor([[0, 0, 1]]), torch.tensor([0, 2, 1, 3, 4]), torch.tensor([1, 3, 4]))
         tokens, features = torch.export.Dim("k", min=1), torch.export.Dim("c", min=0)
-        shapes = ({1: tokens}, {1: features}, {2: tokens}, {2: features}, {1: tokens}, {0: layout.num_tokens}, {0: tokens})
-        mask, its_shape = layout.inputs[-1].clone(), layout.shapes[-1]  # the same tensor twice would be exported as one input
-        every = (*inputs, *where, *layout.inputs, mask, *layout.stores)
-        return every, (*shapes, *layout.shapes, its_shape, layout.store_shapes)
+        shapes = ({1: tokens}, {1: features}, {2: tokens}, {2: features}, {1: tokens}, {0: where_shapes[0][1]}, {0: tokens})
+        mask, its_shape = layout.visible.clone(), where_shapes[4]  # the same tensor twice would be exported as one input
+        return (*inputs, *where, mask, *layout.tensors), (*shapes, its_shape, where_shapes)
 
     def forward(  # noqa: PLR0913 - the tensors of a layout are inputs
         self,
@@ -52,17 +51,11 @@ class BlockPass(HeadProgram):
         block_index: Tensor,  # [1, T]: index of each token in its block
         order: Tensor,  # [N]: features, then tokens, in the order in which they stand in the cache, request by request
         places: Tensor,  # [T]: the tokens' places in that order
-        positions: Tensor,  # [1, N]
-        cache_rows: Tensor,  # [B]
-        bases: Tensor,  # [B]
-        ends: Tensor,  # [B]
-        visible: Tensor,  # [B, W, W]
-        earlier_only: Tensor,  # [B, W, W]: for layers in which a token attends only to earlier ones
-        *stores: Tensor,  # the cache's: [L, R, Hkv, S, D] each
+        earlier_only: Tensor,  # [B, W, W]: the visibility for layers in which a token attends only to earlier ones
+        *where: Tensor,  # of the layout, of N tokens
     ) -> tuple[Tensor]:
         """Return the head's output for the tokens of the blocks, [1, T, H]."""
-        where = stores, self.cache.shape.layer_places, cache_rows, bases, ends, positions
-        layouts = {False: PassLayout(*where, visible), True: PassLayout(*where, earlier_only)}
+        layouts = {False: self.cache.pass_layout(where), True: replace(self.cache.pass_layout(where), visible=earlier_only)}
 
         def attend_block(layer: BlockAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             unused = query.new_zeros(1, query.shape[1], context.shape[1], query.shape[3])
@@ -130,9 +123,8 @@ class BlockRunner(HeadRunner[BlockHead]):
         token_ids, inside, tokens_at, features_at, standing = numbers.split((total, total, total, len(of_features), len(order)))
         rotations = [torch.stack(self._rotation_at(new.fused, layout.positions[:, at])) for at in (tokens_at, features_at)]
         fused = functional.pad(new.fused, (0, 0, 0, spare))
-        inputs = [token_ids[None], fused, *rotations, inside[None], standing, tokens_at]
         block = replace(layout, visible=self._visible(new.lens, sizes, layout.visible))
-        inputs += [*block.inputs, layout.visible, *layout.stores]
+        inputs = [token_ids[None], fused, *rotations, inside[None], standing, tokens_at, layout.visible, *block.tensors]
         out = self._programs.runner_of()(inputs)[0][0]
         new.commit()
         return self._per_draft(out, sizes, num_drafts)

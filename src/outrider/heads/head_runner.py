@@ -18,7 +18,7 @@ from outrider.heads.feature_head import FeatureHead, RolloutHead, Rotation
 from outrider.heads.own_logits import postprocess_of
 from outrider.runner import ModelRunner, linear, quantized
 from outrider.runner.attention import PassLayout, active_pass
-from outrider.runner.forward import ExampleLayout, Program, described
+from outrider.runner.forward import Program, described, example_layout
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layouts import Layouts
 from outrider.runner.passes import ProgramRunner
@@ -75,30 +75,25 @@ class HeadPass(HeadProgram):
 
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         fc = self.head.fc
-        layout = ExampleLayout.over(self.cache, sees_earlier=True)
+        layout, shapes = example_layout(self.cache, sees_earlier=True)
         hidden = torch.zeros(1, 5, fc.out_features, dtype=fc.weight.dtype)
-        cos, sin = self.head.rotary_emb(hidden, layout.inputs[0])
-        inputs = (torch.zeros(1, 5, dtype=torch.long), hidden, cos, sin, *layout.inputs, torch.arange(4), *layout.stores)
-        tokens, places = {1: layout.num_tokens}, {0: torch.export.Dim("m", min=1)}
-        return inputs, (*(tokens,) * 4, *layout.shapes, places, layout.store_shapes)
+        cos, sin = self.head.rotary_emb(hidden, layout.positions)
+        inputs = (torch.zeros(1, 5, dtype=torch.long), hidden, cos, sin, torch.arange(4), *layout.tensors)
+        return inputs, (*shapes[:1] * 4, {0: torch.export.Dim("m", min=1)}, shapes)
 
-    def forward(  # noqa: PLR0913 - the tensors of a layout are inputs
+    def forward(
         self,
         token_ids: Tensor,  # [1, T]
         hidden: Tensor,  # [1, T, H]: features before them
         cos: Tensor,  # [1, T, D]
         sin: Tensor,  # [1, T, D]
-        positions: Tensor,  # [1, T]
-        cache_rows: Tensor,  # [B]
-        bases: Tensor,  # [B]
-        ends: Tensor,  # [B]
-        visible: Tensor,  # [B, W, M]
         places: Tensor,  # [N]: the tokens that drafts follow
-        *stores: Tensor,  # the cache's: [L, R, Hkv, S, D] each
+        *where: Tensor,  # of the layout
     ) -> tuple[Tensor, Tensor]:
         """Return feedback [N, H] and logits [N, V]."""
-        with active_pass(PassLayout(stores, self.cache.shape.layer_places, cache_rows, bases, ends, positions, visible)):
-            out = self.head(token_ids, hidden, positions, (cos, sin))[0, places]
+        layout = self.cache.pass_layout(where)
+        with active_pass(layout):
+            out = self.head(token_ids, hidden, layout.positions, (cos, sin))[0, places]
         return self.head.step(out, self._vocab_size)
 
 
@@ -209,11 +204,11 @@ class RolloutRunner(HeadRunner[RolloutHead]):
         row_ids, starts, ends = numbers.chunk(3)
         places = [min(length + depth, self._max_len) - 1 for length in committed for _ in range(width)]
         positions = torch.tensor(places, device=self.device)[None]
-        layout = PassLayout(self.cache.stores, self.cache.shape.layer_places, row_ids, starts, ends, positions, sees)
+        layout = self.cache.pass_layout((positions, row_ids, starts, ends, sees, *self.cache.tensors))
         every = self._layouts.arange(0, batch * width)
         return self._run(layout, token_ids.reshape(1, -1), hidden.flatten(0, 1)[None], every).view(batch, width)
 
     def _run(self, layout: PassLayout, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Step:
         """Run one pass over tokens [1, T] and features [1, T, H]; return the step after the tokens at ``places`` [N]."""
         cos, sin = self._rotation_at(hidden, layout.positions)
-        return Step(*self._programs.runner_of()([token_ids, hidden, cos, sin, *layout.inputs, places, *layout.stores]))
+        return Step(*self._programs.runner_of()([token_ids, hidden, cos, sin, places, *layout.tensors]))

@@ -145,8 +145,7 @@ class DraftModelProposer(Proposer):
         if not isinstance(draft, ModelRunner) or len(prompt) >= draft.max_len:  # the target's own cache, or no drafts
             return
         if not draft.is_prefilled([source_id], [prompt])[0]:
-            rows, _ = draft.catch_up([source_id], [prompt], draft_slots=0)
-            draft.prefill_to_last([source_id], [prompt], rows)
+            draft.catch_up([source_id], [prompt], draft_slots=0, to_last=True)
         draft.fork(source_id, request.request_id, len(prompt) - 1)
 
     def commit(self, context: Context, verdict: Verdict) -> None:

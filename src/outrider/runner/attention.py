@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from outrider.runner import kernels, recurrence  # noqa: F401 - kernels declares torch.ops.outrider
-from outrider.runner.state_cache import NO_STATES, StateKey, StateShape, StateShapes
+from outrider.runner.state_cache import StateKey, StateShape, StateShapes
 from outrider.types import OutriderError
 
 NAME = "outrider"
@@ -30,22 +30,22 @@ NAME = "outrider"
 class PassLayout:
     """Layout of the T tokens of one pass in the cache: those of B requests concatenated, at most W each."""
 
-    stores: tuple[Tensor, ...]  # keys and values, in turn, of each kind of layer: [L, R, Hkv, S, D]; then recurrent states
     layer_places: tuple[tuple[int, int] | None, ...]  # by layer: its kind, and its index among the layers of that kind
+    states: StateShapes  # of recurrent layers
+    positions: Tensor  # [1, T] int64
     cache_rows: Tensor  # [B] int64
     bases: Tensor  # [B] int64: slot of the pass's first token; earlier slots hold committed tokens
     ends: Tensor  # [B] int64: end of each request's tokens among the T
-    positions: Tensor  # [1, T] int64
     visible: Tensor  # bool [B, W, M], M >= W: visibility of the last M slots, which end with the pass's W tokens
+    stores: tuple[Tensor, ...]  # keys and values, in turn, of each kind of layer: [L, R, Hkv, S, D]; then recurrent states
     hidden: Tensor | None = None  # [1, T, H]: input of the first layer of the pass, if that is not layer 0
-    states: StateShapes = NO_STATES  # of recurrent layers
     keeps_keys: bool = False  # whether the pass holds one request of a model that reads keys and values from the cache
     layers_done: set[int] = field(default_factory=set)  # layers whose attention has run
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """Return its tensors in the order in which programs take them: ``(tokens, *inputs, ..., *stores)``."""
-        return self.positions, self.cache_rows, self.bases, self.ends, self.visible
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return its tensors, which are the last inputs of a program; ``KVCache.pass_layout`` takes them."""
+        return self.positions, self.cache_rows, self.bases, self.ends, self.visible, *self.stores
 
     def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
         """Return the store [L, R, S, ...] of one recurrent state, and its index in that store."""
@@ -66,9 +66,8 @@ class PassLayout:
         for b, end in enumerate(self.ends.tolist()):
             own, one = slice(start, end), slice(b, b + 1)
             hidden = None if self.hidden is None else self.hidden[:, own]
-            ends = self.ends[one] - start
-            inputs = (self.cache_rows[one], self.bases[one], ends, self.positions[:, own], self.visible[one])
-            yield PassLayout(self.stores, self.layer_places, *inputs, hidden, self.states, keeps_keys=True), own
+            inputs = (self.positions[:, own], self.cache_rows[one], self.bases[one], self.ends[one] - start, self.visible[one])
+            yield PassLayout(self.layer_places, self.states, *inputs, self.stores, hidden, keeps_keys=True), own
             start = end
 
 
@@ -134,7 +133,7 @@ def active_pass(layout: PassLayout) -> Iterator[None]:
     """Make ``layout`` the active one for attention and recurrent layers."""
     token = _active.set(layout)
     try:
-        with recurrence.active_states(layout):
+        with recurrence.active_states(layout.state, (layout.cache_rows, layout.bases, layout.ends)):
             yield
     finally:
         _active.reset(token)

@@ -7,12 +7,8 @@ serves every batch, draft length and cache size. A package contains no weights: 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
-import shlex
-import sys
 import tempfile
 import threading
 import warnings
@@ -23,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from outrider import disk_cache, progress
-from outrider.errors import first_line
-from outrider.native.build import cpu_flags, find_compiler
-from outrider.runner import blocks, compiled_gpu
+from outrider.errors import first_line, is_out_of_memory
+from outrider.native.build import find_compiler
+from outrider.runner import blocks, compiled_gpu, disk_keys
 from outrider.runner.forward import Program
 from outrider.runner.gates import fuse_gates
 from outrider.runner.graphs import Run
@@ -66,8 +61,11 @@ def load(module: Program, build: bool) -> Run | None:
         try:
             return _load(module, path)
         except Exception as error:  # for example, torch libraries changed without a change of version
-            outcome = "it is compiled anew" if build else "passes stay eager"
+            is_good = is_out_of_memory(error)
+            outcome = "it is compiled anew" if build and not is_good else "passes stay eager"
             logger.warning("the compiled pass at %s does not load (%s): %s", path, first_line(error), outcome)
+            if is_good:
+                return None
             with suppress(OSError):  # a cache that cannot be written
                 path.unlink()
     if not build:
@@ -111,7 +109,7 @@ def _build(module: Program, key: str) -> Path:
     with (
         progress.logged(logger, f"compiling {module.label}, once per machine", expected),
         tempfile.TemporaryDirectory(prefix="outrider-") as built,
-        _inductor_in(disk_cache.cache_dir("inductor") if is_cuda else Path(built)) as folder,
+        _inductor_in(disk_cache.cache_dir("inductor") if is_cuda else Path(built)),
     ):
         exported, package = export(module), Path(built) / f"{key}{SUFFIX}"
         if is_cuda:
@@ -122,7 +120,7 @@ def _build(module: Program, key: str) -> Path:
             "aot_inductor.package_constants_in_so": False,
             "aot_inductor.precompile_headers": False,  # they would be in inductor's default folder
             "cpp.threads": 1,  # operations besides Outrider's are small: waking threads takes longer than computing them
-            **_compiler_option(folder),
+            **_compiler_option(),
         }
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -131,31 +129,24 @@ def _build(module: Program, key: str) -> Path:
 
 
 @contextmanager
-def _inductor_in(folder: Path) -> Iterator[Path]:
+def _inductor_in(folder: Path) -> Iterator[None]:
     """Make inductor write its files into a private folder: another user could create the default one, which is in /tmp."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     with _inductor:
         before = os.environ.get(name)
         os.environ[name] = str(folder)
         try:
-            yield folder
+            yield
         finally:
             os.environ.pop(name, None)
             if before is not None:
                 os.environ[name] = before
 
 
-def _compiler_option(folder: Path) -> dict[str, Any]:
-    """Wrap a ``$CXX`` with arguments, such as ``ccache g++ -pipe``, in a script: inductor expects the path of one program."""
+def _compiler_option() -> dict[str, Any]:
+    """Return the program of a ``$CXX`` with several words, such as ``ccache g++ -pipe``: inductor expects one."""
     command = find_compiler() or []
-    if len(command) < 2:
-        return {}
-    script = f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
-    names = [Path(word).name for word in command if not word.startswith("-")]  # inductor looks for g++ or clang++ in the name
-    program = folder / "-".join([hashlib.sha256(script.encode()).hexdigest()[:8], *names])
-    program.write_text(script)
-    program.chmod(0o700)
-    return {"cpp.cxx": str(program)}
+    return {"cpp.cxx": next((word for word in command if "++" in word), command[0])} if len(command) > 1 else {}
 
 
 def _compiled_in(tensor: Tensor) -> Any:
@@ -163,27 +154,12 @@ def _compiled_in(tensor: Tensor) -> Any:
     return tensor.tolist() if tensor.numel() == 1 or (tensor.dim() == 1 and len(tensor) <= MAX_INLINED) else None
 
 
-def code_of(program: nn.Module) -> str:
-    """Return a hash of the runner's files and of those that define the program's modules, except torch's and transformers'."""
-    classes = {each for module in program.modules() for each in type(module).__mro__}
-    names = {each.__module__ for each in classes if each.__module__.split(".")[0] not in ("torch", "transformers")}
-    files = {Path(file) for name in names if (file := getattr(sys.modules.get(name), "__file__", None))}
-    files |= set(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
-
-
 def _key(module: Program) -> str:
     """Return the key of the package: a hash of code, settings, weight types, versions and device."""
     own = [*module.named_parameters(), *module.named_buffers()]
     cache = module.cache
-    what = [
-        code_of(module),
-        str(module.identity()),
-        [[name, list(each.shape), str(each.dtype), _compiled_in(each)] for name, each in own],
-        str((cache.dtype, cache.shape, cache.states.slots)),
-        torch.__version__,
-        transformers.__version__,
-        # A GPU's package contains the number of the device.
-        cpu_flags() if cache.device.type == "cpu" else (torch.cuda.get_device_name(cache.device), cache.device.index or 0),
-    ]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:20]
+    weights = [(name, each.shape, each.dtype, _compiled_in(each)) for name, each in own]
+    shapes = cache.dtype, cache.shape, cache.states.slots
+    # A GPU's package contains the number of the device.
+    where = disk_keys.machine(cache.device), cache.device.index or 0
+    return disk_keys.key(disk_keys.code_of(module), module.identity(), weights, shapes, where)

@@ -6,7 +6,7 @@ stores numbers only. The width of a pass is its number of tokens divided by its 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -15,9 +15,9 @@ from typing import TypeVar
 CACHE_BUCKET = 256  # committed tokens that share an entry
 WEIGHT = 0.1  # weight of a new observation in the running mean
 SPIKE = 1.25  # observations above this multiple of the mean are clipped: mostly interference (compiling, other processes)
-FIRST_SPIKE = 2.0  # the same for the first values of a width; the very first is compared with neighbouring widths
+FIRST_SPIKE = 2.0  # the same for the second reading; the first one of a width is compared with neighbouring widths
 JUMP = 0.7  # an observation below this multiple of the mean replaces it: the mean was measured while the machine was slow
-COARSE_JUMP, LINE_JUMP = 0.5, 0.25  # the same for verifier and host, and for the first reading of a fitted line
+LINE_JUMP = 0.25  # the same for the first reading of a fitted line
 DEFAULT_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have run
 WIDTH_RESOLUTION = 4  # table entries per unit of width
 UNKNOWN_COST_RATIO = 0.1  # assumed cost of a draft step relative to a plain pass, until one is measured
@@ -26,7 +26,6 @@ CATCH_UP_WEIGHT = 0.5  # weight of a new reading of a proposer's catch-up
 LINE_MEMORY = 0.95  # decay per reading of the earlier readings of a fitted line
 START_WEIGHT = 0.3  # weight of each line's initial point: a draft of -1 tokens takes no time
 LINE_SPIKE = 2.0  # a reading above this multiple of the line is clipped
-MAX_WIDTH = 1024.0  # upper bound of the widths of scoring passes
 
 K = TypeVar("K")
 Key = tuple[int, int]  # batch, cache bucket
@@ -70,14 +69,11 @@ class CostBook:
         """``is_padded``: each request of a pass is padded to the longest."""
         self.is_padded = is_padded
         self._passes: dict[int, _PassTable] = {0: _PassTable()}  # first layer -> passes that begin there
-        self._overhead: dict[tuple[int, bool], float] = {}  # (batch, is greedy) -> verifier and host without drafts
+        self._overhead: dict[tuple[int, bool], Mean] = {}  # (batch, is greedy) -> verifier and host without drafts
 
     def renew(self) -> None:
-        """Discard the costs of passes when compiled ones replace eager ones. The ratios between widths are kept, so the first
-        measured pass rescales all widths.
-        """
-        for table in self._passes.values():
-            table.renew()
+        """Discard the costs of passes, because compiled ones replace them."""
+        self._passes = {0: _PassTable()}
 
     def width(self, lens: Sequence[float]) -> float:
         """Return the width of a pass that scores this many drafts for each request."""
@@ -105,7 +101,7 @@ class CostBook:
         batch = len(lens)
         self.record_pass(self.width(lens), batch, cache_len, score, first_layer, is_cold)
         if not any(lens) and not (is_cold and (batch, is_greedy) in self._overhead):
-            _average(self._overhead, (batch, is_greedy), overhead)
+            _add(self._overhead, (batch, is_greedy), overhead)
 
     def record_pass(
         self, width: float, batch: int, cache_len: int, seconds: float, first_layer: int = 0, is_cold: bool = False
@@ -126,21 +122,12 @@ class CostBook:
         Until one was measured they are those of whole passes.
         """
         bucket = cache_len // CACHE_BUCKET
-        begun = self._passes.get(first_layer)
-        known = (begun and begun.curve(batch, bucket)) or self._passes[0].curve(batch, bucket)
-        if known is None:
-            return lambda width: 0.0
-        widths, seconds = known
+        table = self._passes.get(first_layer)
+        if table is None or table.seconds(1, batch, bucket) is None:
+            table = self._passes[0]
         # A wider pass never costs less unless drafting ran a part of it; a lower measurement is noise.
-        least = 0.0 if first_layer else self._passes[0].seconds(1, batch, bucket) or 0.0
-
-        def score(width: float) -> float:
-            above = min(max(bisect_right(widths, width), 1), len(widths) - 1)
-            below = above - 1
-            part = (width - widths[below]) / (widths[above] - widths[below])
-            return max(seconds[below] + part * (seconds[above] - seconds[below]), least)
-
-        return score
+        least = 0.0 if first_layer else table.seconds(1, batch, bucket) or 0.0
+        return lambda width: max(table.seconds(width, batch, bucket) or 0.0, least)
 
     def tree_scores(self, most: int, batch: int, cache_len: int) -> list[float]:
         """Return the seconds of passes over 0, 1, ..., ``most`` drafts of each request, made non-decreasing.
@@ -163,7 +150,8 @@ class CostBook:
 
     def plain_overhead(self, batch: int, is_greedy: bool) -> float | None:
         """Return the mean seconds of verifier and host in a round without drafts; None until one ran."""
-        return self._overhead.get((batch, is_greedy))
+        found = self._overhead.get((batch, is_greedy))
+        return None if found is None else found.seconds
 
 
 class MethodCosts:
@@ -177,7 +165,7 @@ class MethodCosts:
         self._catch_up: float | None = None  # seconds per token that the proposer had not processed
         self._last_catch_up = 0.0  # the last reading of it
         self._first_layer = 0  # where the passes over drafts begin
-        self._overhead: dict[int, float] = {}  # batch -> seconds of verifier and host in a round with drafts
+        self._overhead: dict[int, Mean] = {}  # batch -> seconds of verifier and host in a round with drafts
 
     def record_drafts(self, k: int, num_drafting: int, seconds: float, plain_round: float = inf) -> None:
         """Record the drafting of ``k`` tokens for ``num_drafting`` requests.
@@ -201,7 +189,7 @@ class MethodCosts:
             if self._ignores(("overhead", batch), overhead, most=plain_round):
                 return
             overhead = min(overhead, plain_round)
-        _average(self._overhead, batch, overhead)
+        _add(self._overhead, batch, overhead)
 
     def record_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
         """Record the time that a proposer took, beyond its draft steps, to process new committed tokens; return these seconds.
@@ -244,7 +232,8 @@ class MethodCosts:
 
     def overhead(self, batch: int, has_drafts: bool) -> float:
         """Return the seconds of verifier and host; those of the other kind of round (with or without drafts) until measured."""
-        with_drafts, plain = self._overhead.get(batch), self._book.plain_overhead(batch, self._is_greedy)
+        own, plain = self._overhead.get(batch), self._book.plain_overhead(batch, self._is_greedy)
+        with_drafts = None if own is None else own.seconds
         found = (with_drafts, plain) if has_drafts else (plain, with_drafts)
         return next((each for each in found if each is not None), 0.0)
 
@@ -289,84 +278,69 @@ class _PassTable:
 
     def __init__(self) -> None:
         self.run_plain: set[int] = set()  # batch sizes with a measured pass without drafts
-        self._tables: dict[Key, dict[float, float]] = {}  # width -> seconds
-        self._eager_tables: dict[Key, dict[float, float]] = {}  # the same for the eager passes that these replaced
-        self._counts: dict[tuple[Key, float], int] = {}  # number of measurements of a width
+        self._tables: dict[Key, dict[float, Mean]] = {}  # seconds by width, in ascending order; copied ones have no readings
         self._anchors: dict[Key, float] = {}  # measured width by whose readings the copied costs are rescaled
-
-    def renew(self) -> None:
-        self._eager_tables = self._tables or self._eager_tables
-        self._tables = {}
-        self._counts.clear()
-        self._anchors.clear()
-        self.run_plain.clear()
 
     def add(self, width: float, batch: int, bucket: int, seconds: float, is_cold: bool) -> None:
         key = batch, bucket
-        table = self._tables.get(key)
-        if table is None:
-            table = self._tables[key] = self._start_table(key, width)
-        count = self._counts.get((key, width), 0)
+        if key not in self._tables:
+            self._tables[key] = self._start_table(key, width)
+        table = self._tables[key]
         mean = table.get(width)
         if is_cold and mean is not None and (width != 1 or batch in self.run_plain):
             return
         if mean is None:
-            table[width] = self._first_reading(table, width, batch, seconds)
+            table[width] = Mean(self._first_reading(table, width, batch, seconds))
+            self._tables[key] = dict(sorted(table.items()))
         else:
-            if count == 0:  # copied or interpolated by ``_start_table``
+            if mean.count == 0:
                 self._anchors.setdefault(key, width)
-            new = seconds if count == 0 else _updated_mean(mean, seconds, count)
+            before = mean.seconds
+            mean.add(seconds)
             if self._anchors.get(key) == width:  # in each reading, because the first one may have been disturbed
-                self._rescale_unmeasured(key, table, new / mean)
-            table[width] = new
-        self._counts[key, width] = count + 1
+                for each in table.values():
+                    if each.count == 0:
+                        each.seconds *= mean.seconds / before
         if width == 1:
             self.run_plain.add(batch)
 
     def seconds(self, width: float, batch: int, bucket: int) -> float | None:
-        return self._interpolated(self._table((batch, bucket)), width, batch)
+        """Return the cost of a width of this batch size, at this cache length or the nearest one; None if none ran."""
+        key = batch, bucket
+        return self._interpolated(self._tables.get(key) or _nearest(self._tables, key), width, batch)
 
-    def curve(self, batch: int, bucket: int) -> tuple[list[float], list[float]] | None:
-        """Return widths from 1 to ``MAX_WIDTH`` and their seconds; ``seconds`` is linear between them."""
-        table = self._table((batch, bucket))
-        if not table:
-            return None
-        widths = sorted({1.0, MAX_WIDTH, *(width for width in table if 1 < width < MAX_WIDTH)})
-        return widths, [self._interpolated(table, width, batch) or 0.0 for width in widths]
+    def _start_table(self, key: Key, width: float) -> dict[float, Mean]:
+        """Return the costs of the nearest cache bucket, with an interpolated one for ``width``."""
+        nearest = _nearest(self._tables, key)
+        then = self._interpolated(nearest, width, key[0])
+        copied = {**{each: mean.seconds for each, mean in nearest.items()}, width: then} if then else {}
+        return {each: Mean(seconds, count=0) for each, seconds in sorted(copied.items())}
 
-    def _start_table(self, key: Key, width: float) -> dict[float, float]:
-        """Return the costs of the nearest cache bucket, else of the replaced passes, with an interpolated one for ``width``."""
-        before = _nearest(self._tables, key) or _nearest(self._eager_tables, key)
-        then = self._interpolated(before, width, key[0])
-        return {**before, width: then} if then else {}
-
-    def _first_reading(self, table: dict[float, float], width: float, batch: int, seconds: float) -> float:
+    def _first_reading(self, table: dict[float, Mean], width: float, batch: int, seconds: float) -> float:
         """Return the cost of a width that never ran: a reading far above the neighbouring widths is probably interference."""
-        most = table[1] * width if 1 in table else seconds  # proportional to the plain pass
+        most = table[1].seconds * width if 1 in table else seconds  # proportional to the plain pass
         return min(seconds, most, FIRST_SPIKE * (self._interpolated(table, width, batch) or seconds))
 
-    def _rescale_unmeasured(self, key: Key, table: dict[float, float], factor: float) -> None:
-        """Rescale all unmeasured widths, which were copied from a neighbouring entry or from the replaced passes."""
-        for width in table:
-            if (key, width) not in self._counts:
-                table[width] *= factor
-
-    def _interpolated(self, table: dict[float, float], width: float, batch: int) -> float | None:
+    def _interpolated(self, table: dict[float, Mean], width: float, batch: int) -> float | None:
         """Return the cost of a width, interpolated between measured ones. Above the widest it continues with the last slope,
         limited to a proportional increase; below the narrowest the slope is ``DEFAULT_SLOPE``.
         """
-        if width in table or not table:
-            return table.get(width)
-        below = max((w for w in table if w < width), default=None)
-        above = min((w for w in table if w > width), default=None)
-        if below is None:
-            assert above is not None  # the table has an entry
-            return table[above] * (1 + DEFAULT_SLOPE * (width - 1)) / (1 + DEFAULT_SLOPE * (above - 1))
-        if above is None:
-            slope = _slope(table) if len(table) > 1 else self._slope_of_others(batch, table[below])
-            return table[below] + min(slope, table[below] / below) * (width - below)
-        part = (width - below) / (above - below)
-        return table[below] + part * (table[above] - table[below])
+        if not table:
+            return None
+        if width in table:
+            return table[width].seconds
+        widths = list(table)
+        place = bisect(widths, width)
+        if place == 0:
+            above = widths[0]
+            return table[above].seconds * (1 + DEFAULT_SLOPE * (width - 1)) / (1 + DEFAULT_SLOPE * (above - 1))
+        below = widths[place - 1]
+        least = table[below].seconds
+        if place == len(widths):
+            slope = _slope(table) if place > 1 else self._slope_of_others(batch, least)
+            return least + min(slope, least / below) * (width - below)
+        above = widths[place]
+        return least + (width - below) / (above - below) * (table[above].seconds - least)
 
     def _slope_of_others(self, batch: int, seconds: float) -> float:
         """Return the assumed slope if one width was measured: that of the nearest batch size with several, per request."""
@@ -376,10 +350,21 @@ class _PassTable:
         nearest = min(known, key=lambda key: abs(key[0] - batch))
         return _slope(self._tables[nearest]) * batch / nearest[0]
 
-    def _table(self, key: Key) -> dict[float, float]:
-        """Return the entries of this batch size and cache length, or of the nearest length."""
-        found = self._tables.get(key)
-        return _nearest(self._tables, key) if found is None else found
+
+@dataclass(slots=True)
+class Mean:
+    """Running mean of readings: one far above it is clipped, one far below replaces it."""
+
+    seconds: float
+    count: int = 1  # readings
+
+    def add(self, seconds: float) -> None:
+        if self.count == 0 or seconds < JUMP * self.seconds:
+            self.seconds = seconds
+        else:
+            spike = SPIKE if self.count > 1 else FIRST_SPIKE
+            self.seconds += max(WEIGHT, 1 / (1 + self.count)) * (min(seconds, spike * self.seconds) - self.seconds)
+        self.count += 1
 
 
 class Line:
@@ -414,29 +399,20 @@ class Line:
         self._base = max((self._seconds - self._slope * self._k) / self.weight, 0.0)
 
 
-def _average(means: dict[K, float], key: K, seconds: float) -> None:
-    """Add a reading to a running mean: clipped if far above it, replacing it if far below."""
-    mean = means.get(key)
-    if mean is not None and seconds >= COARSE_JUMP * mean:
-        seconds = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
-    means[key] = seconds
+def _add(means: dict[K, Mean], key: K, seconds: float) -> None:
+    if key in means:
+        means[key].add(seconds)
+    else:
+        means[key] = Mean(seconds)
 
 
-def _updated_mean(mean: float, seconds: float, count: int) -> float:
-    """Return the mean of a width's ``count`` earlier readings and a new one, which replaces it if far below."""
-    if seconds < JUMP * mean:
-        return seconds
-    spike = SPIKE if count > 1 else FIRST_SPIKE
-    return mean + max(WEIGHT, 1 / (1 + count)) * (min(seconds, spike * mean) - mean)
-
-
-def _nearest(tables: dict[Key, dict[float, float]], key: Key) -> dict[float, float]:
+def _nearest(tables: dict[Key, dict[float, Mean]], key: Key) -> dict[float, Mean]:
     """Return the entries of the nearest cache bucket of this batch size."""
     nearest = min((each for each in tables if each[0] == key[0]), key=lambda each: abs(each[1] - key[1]), default=None)
     return tables[nearest] if nearest is not None else {}
 
 
-def _slope(table: dict[float, float]) -> float:
+def _slope(table: dict[float, Mean]) -> float:
     """Return the mean slope, in seconds per unit of width, from the narrowest to the widest."""
     narrow, wide = min(table), max(table)
-    return max((table[wide] - table[narrow]) / (wide - narrow), 0.0)
+    return max((table[wide].seconds - table[narrow].seconds) / (wide - narrow), 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class Program(nn.Module, ABC):
 
     @abstractmethod
     def identity(self) -> object:
-        """Return what its compiled form depends on besides code, weights, cache and versions, with a complete ``str``."""
+        """Return what its compiled form depends on besides code, weights, cache and versions, with a complete ``repr``."""
 
     @abstractmethod
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -51,34 +51,26 @@ def nameless_config(model: PreTrainedModel) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
 
 
-class ExampleLayout(NamedTuple):
-    """Example of the layout of five tokens of two requests, to export a program."""
+def example_layout(cache: KVCache, sees_earlier: bool = False) -> tuple[PassLayout, tuple[dict[int, Any], ...]]:
+    """Return a layout of five tokens of two requests, to export a program, and the dynamic dimensions of its tensors.
 
-    inputs: tuple[Tensor, ...]  # positions, cache rows, bases, ends, visibility
-    shapes: tuple[dict[int, Any], ...]
-    stores: tuple[Tensor, ...]
-    store_shapes: tuple[dict[int, Any], ...]
-    num_tokens: Any  # the dimension of T
-
-    @classmethod
-    def over(cls, cache: KVCache, sees_earlier: bool = False) -> ExampleLayout:
-        """``sees_earlier``: whether the visibility covers slots before the program's own tokens (M > W of ``PassLayout``)."""
-        dim = torch.export.Dim
-        b, w, t = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("t", min=1, max=1 << 22)
-        seen = dim("seen", min=1, max=1 << 20) if sees_earlier else w
-        rows, slots = dim("rows", min=1), dim("slots", min=1)
-        each = {0: b}
-        inputs = (
-            torch.tensor([[0, 1, 0, 1, 2]]),
-            torch.arange(2),
-            torch.zeros(2, dtype=torch.long),
-            torch.tensor([2, 5]),
-            torch.ones(2, 3, 3 + sees_earlier, dtype=torch.bool).tril(int(sees_earlier)),
-        )
-        stores = [torch.zeros(store, dtype=cache.dtype) for store in cache.shape.stores(rows=2, slots=8)]
-        states = [torch.zeros(store) for store in cache.shape.states.stores(2, cache.states.slots)]
-        store_shapes = ({1: rows, 3: slots},) * len(stores) + ({1: rows},) * len(states)
-        return cls(inputs, ({1: t}, each, each, each, {0: b, 1: w, 2: seen}), (*stores, *states), store_shapes, t)
+    ``sees_earlier``: whether the visibility covers slots before the program's own tokens (M > W of ``PassLayout``).
+    """
+    dim = torch.export.Dim
+    b, w, t = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("t", min=1, max=1 << 22)
+    seen = dim("seen", min=1, max=1 << 20) if sees_earlier else w
+    rows, slots = dim("rows", min=1), dim("slots", min=1)
+    inputs = (
+        torch.tensor([[0, 1, 0, 1, 2]]),
+        torch.arange(2),
+        torch.zeros(2, dtype=torch.long),
+        torch.tensor([2, 5]),
+        torch.ones(2, 3, 3 + sees_earlier, dtype=torch.bool).tril(int(sees_earlier)),
+    )
+    stores = [torch.zeros(store, dtype=cache.dtype) for store in cache.shape.stores(rows=2, slots=8)]
+    states = [torch.zeros(store) for store in cache.shape.states.stores(2, cache.states.slots)]
+    store_shapes = ({1: rows, 3: slots},) * len(stores) + ({1: rows},) * len(states)
+    return cache.pass_layout((*inputs, *stores, *states)), ({1: t}, *({0: b},) * 3, {0: b, 1: w, 2: seen}, *store_shapes)
 
 
 class Pass(Program):
@@ -104,29 +96,22 @@ class Pass(Program):
         return described(self.model), self.layers, self.span
 
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        layout, num_logits = ExampleLayout.over(self.cache), torch.export.Dim("m", min=1)
+        layout, shapes = example_layout(self.cache)
         tokens = torch.zeros(1, 5, dtype=torch.long)
         if self.span.start:
             dtype = torch.float32 if is_packed(self.model) else self.cache.dtype  # between the layers
             tokens = torch.zeros(1, 5, text_config(self.model).hidden_size, dtype=dtype)
-        inputs = (tokens, *layout.inputs, torch.arange(4), *layout.stores)
-        return inputs, ({1: layout.num_tokens}, *layout.shapes, {0: num_logits}, layout.store_shapes)
+        inputs = (tokens, torch.arange(4), *layout.tensors)
+        return inputs, (shapes[0], {0: torch.export.Dim("m", min=1)}, shapes)
 
     def forward(
         self,
         tokens: Tensor,  # [1, T] ids, or the hidden states [1, T, H] of the layer before the span
-        positions: Tensor,  # [1, T]
-        cache_rows: Tensor,  # [B]
-        bases: Tensor,  # [B]
-        ends: Tensor,  # [B]
-        visible: Tensor,  # [B, W, W]
         logits_at: Tensor,  # [M]: the tokens whose logits are wanted
-        *stores: Tensor,  # the cache's: [L, R, Hkv, S, D] each
+        *where: Tensor,  # of the layout
     ) -> tuple[Tensor, ...]:
-        hidden = tokens if self.span.start else None
-        shape = self.cache.shape
-        layout = PassLayout(stores, shape.layer_places, cache_rows, bases, ends, positions, visible, hidden, shape.states)
-        if not shape.by_request:
+        layout = self.cache.pass_layout(where, tokens if self.span.start else None)
+        if not self.cache.shape.by_request:
             return self._run(tokens, layout, logits_at)
         parts = [self._run(tokens[:, own], part) for part, own in layout.requests()]
         out = [torch.cat(of_requests, 1) for of_requests in zip(*parts, strict=True)]

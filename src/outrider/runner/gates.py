@@ -17,10 +17,9 @@ from outrider.runner import kernels
 aten, ops = torch.ops.aten, torch.ops.outrider
 
 
-def fuse_gates(program: ExportedProgram) -> int:
-    """Rewrite the graph in place; return the number of fused layers."""
+def fuse_gates(program: ExportedProgram) -> None:
+    """Rewrite the graph in place."""
     graph = program.graph_module.graph
-    found = 0
     for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         fused = _gated(product)
         if fused is None:
@@ -33,9 +32,7 @@ def fuse_gates(program: ExportedProgram) -> int:
         product.replace_all_uses_with(node)
         for old in (product, *chain):
             graph.erase_node(old)
-        found += 1
     program.graph_module.recompile()
-    return found
 
 
 def _gated(product: Any) -> tuple[str, list[Any]] | None:

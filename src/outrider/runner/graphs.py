@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 Replay = Callable[[], None]
 Captured = tuple[list[Tensor], Replay, Sequence[Tensor]]  # inputs, replay, outputs
-Record = Callable[[Callable[[], Sequence[Tensor]], torch.device], tuple[Replay, Sequence[Tensor]]]
 
 _capturing = Lock()  # torch captures on one stream
 MAX_GRAPHS = 128  # batches and draft trees of changing sizes have hundreds of shapes; engines usually capture 30 to 70
@@ -56,9 +55,9 @@ class GraphRunner:
     The outputs are valid until the next run with the same shapes. A program that cannot be captured runs as it is.
     """
 
-    def __init__(self, function: Run, num_stores: int, record: Record = record_cuda) -> None:
-        """``num_stores``: the inputs at the end that are tensors of the cache. ``record`` is replaced in tests without CUDA."""
-        self._function, self._num_stores, self._record = function, num_stores, record
+    def __init__(self, function: Run, num_stores: int) -> None:
+        """``num_stores``: the inputs at the end that are tensors of the cache."""
+        self._function, self._num_stores = function, num_stores
         self._captured: dict[tuple[torch.Size, ...], Captured] = {}  # the one used last is last
         self._is_eager = False  # the program cannot be captured
         self._cache: tuple[int, ...] = ()  # address and shape of the captured cache
@@ -96,4 +95,4 @@ class GraphRunner:
     def _capture(self, own: list[Tensor], stores: list[Tensor]) -> Captured:
         # Warm-up runs the program on the same inputs and writes the same slots as the replay.
         fixed = [given.clone() for given in own]
-        return fixed, *self._record(lambda: self._function([*fixed, *stores]), own[0].device)
+        return fixed, *record_cuda(lambda: self._function([*fixed, *stores]), own[0].device)

@@ -119,11 +119,13 @@ class PassThrough(Cache):
         raise OutriderError(INDEXED)
 
 
-class _Kept(NamedTuple):
-    """What the row of a finished request holds."""
+@dataclass
+class _Row:
+    """A row in use: of a running request, or of a finished one until the row is needed."""
 
     owner: str
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] = ()  # its text, if rows are kept
+    is_running: bool = True
 
 
 class KVCache(PassThrough):
@@ -150,9 +152,8 @@ class KVCache(PassThrough):
         self.dtype, self.device = dtype, device
         self.keeps_prefixes = True  # whether requests start from the entries of others, finished ones included
         self.lookahead = 0  # tokens after its own that an entry depends on, in the caches of heads that read the next token
-        self._row_of: dict[str, int] = {}
-        self._texts: dict[str, Sequence[int]] = {}  # token lists of requests with a row, if rows are kept
-        self._kept: dict[int, _Kept] = {}  # rows of finished requests, least recently used first
+        self._row_of: dict[str, int] = {}  # of running requests
+        self._rows: dict[int, _Row] = {}  # rows in use; those of finished requests in the order of their last use
         self.states = StateCache(shape.states, max_drafts, device)
         bytes_per_slot = max(1, shape.floats_per_token * dtype.itemsize)
         self._state_slots = -(-self.row_bytes(0) // bytes_per_slot)  # a row's states, in slots
@@ -164,7 +165,6 @@ class KVCache(PassThrough):
                 raise OutriderError("kv_memory=... is too small for a single sequence: raise it")
         self.num_looked_up = self.num_reused = 0  # prompt tokens, and those found in kept rows
         self.on_compact: Callable[[Sequence[int]], None] | None = None  # called with the former row of each row
-        self._free: list[int] = []
         self.cached_lens: list[int] = []  # by row: number of cached tokens
         self.capacity = 0  # slots of each row, at present
         self.stores = self._allocate(0, 0)
@@ -197,20 +197,23 @@ class KVCache(PassThrough):
         found = self._row_of.get(request_id)
         if found is None:
             if not self._free and not self._grow_rows():
-                self._free.append(self._evict_row())
-            found = self._free.pop()
+                self._evict_row()
+            found = self._free[0]
             self.cached_lens[found] = 0
-            self._row_of[request_id] = found
+            self._row_of[request_id], self._rows[found] = found, _Row(owner_of(request_id))
         return found
+
+    @property
+    def _free(self) -> list[int]:
+        return [row for row in range(self.num_rows) if row not in self._rows]
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Free the rows of finished requests; unknown ids are ignored."""
         for request_id in request_ids:
-            self._texts.pop(request_id, None)
             self._reserved.pop(request_id, None)
             row = self._row_of.pop(request_id, None)
             if row is not None:
-                self._free.append(row)
+                del self._rows[row]
 
     @contextmanager
     def temporary_rows(self, count: int) -> Iterator[list[int]]:
@@ -227,27 +230,25 @@ class KVCache(PassThrough):
         """Return the request's row; a new one starts with the longest cached prefix (see ``longest_prefix``)."""
         if not self.keeps_prefixes:
             return self.row(request_id)
-        if request_id in self._row_of:
-            self._texts[request_id] = text
-            return self._row_of[request_id]
-        row, length = self.longest_prefix(request_id, text, limit)
-        self.num_looked_up += len(text)
-        if row is None:
-            found = self.row(request_id)
-        else:
+        found = self._row_of.get(request_id)
+        if found is None:
+            source, length = self.longest_prefix(request_id, text, limit)
+            self.num_looked_up += len(text)
             self.num_reused += length
-            found = self._claim_row(request_id, row, length)
+            found = self.row(request_id) if source is None else self._claim_row(request_id, source, length)
             self.cached_lens[found] = length
-        self._texts[request_id] = text
+        self._rows[found].token_ids = text
         return found
 
     def retire(self, request_ids: Sequence[str]) -> None:
         """Forget finished requests. With ``keeps_prefixes`` their caches are kept until the rows are needed."""
         for request_id in request_ids:
-            text, row = self._texts.get(request_id), self._row_of.get(request_id)
-            if text is not None and row is not None and self.cached_lens[row] >= MIN_SHARED_PREFIX:
+            row = self._row_of.get(request_id)
+            if row is not None and self._rows[row].token_ids and self.cached_lens[row] >= MIN_SHARED_PREFIX:
                 del self._row_of[request_id]
-                self._kept[row] = _Kept(owner_of(request_id), list(text[: self.cached_lens[row] + self.lookahead]))
+                text = self._rows.pop(row).token_ids
+                kept = list(text[: self.cached_lens[row] + self.lookahead])
+                self._rows[row] = _Row(owner_of(request_id), kept, is_running=False)
         self.release(request_ids)
 
     def longest_prefix(self, request_id: str, text: Sequence[int], limit: int | None = None) -> tuple[int | None, int]:
@@ -258,11 +259,9 @@ class KVCache(PassThrough):
         ahead = self.lookahead
         most_in_common = len(text) - 1 if limit is None else min(len(text) - 1, limit + ahead)
         owner = owner_of(request_id)
-        held = [(row, kept.token_ids) for row, kept in self._kept.items() if kept.owner == owner]
-        own = [(name, known) for name, known in self._texts.items() if owner_of(name) == owner]
-        held += [(self._row_of[name], known) for name, known in own if name in self._row_of]
+        held = [(row, each.token_ids) for row, each in self._rows.items() if each.owner == owner]
         best, longest = None, MIN_SHARED_PREFIX - 1
-        for row, known in held:
+        for row, known in sorted(held, key=lambda each: self._rows[each[0]].is_running):  # others can become the request's own
             most = min(len(known), self.cached_lens[row] + ahead, most_in_common)
             length = _common_prefix(known, text, longest + 1 + ahead, most) - ahead
             if length > longest and self.states.num_usable(row, length):
@@ -271,13 +270,12 @@ class KVCache(PassThrough):
 
     def _claim_row(self, request_id: str, source: int, length: int) -> int:
         """Return a row for a request that shares a prefix with another row: that row itself if no other is free."""
-        known = self._kept.get(source)
-        if known is not None and (length + self.lookahead == len(known.token_ids) or not (self._free or self._grow_rows())):
-            del self._kept[source]
-            self._row_of[request_id] = source
-            return source
-        if known is not None:
-            self._kept[source] = self._kept.pop(source)  # mark as most recently used
+        if not self._rows[source].is_running:
+            known = self._rows[source] = self._rows.pop(source)  # the most recently used
+            if length + self.lookahead == len(known.token_ids) or not (self._free or self._grow_rows()):
+                known.is_running = True
+                self._row_of[request_id] = source
+                return source
         target = self.row(request_id)
         self._copy(source, target, length)
         return target
@@ -295,13 +293,12 @@ class KVCache(PassThrough):
         """
         self.cached_lens[row] = self.states.num_usable(row, min(num_tokens, self.cached_lens[row]))
 
-    def _evict_row(self) -> int:
-        """Return the least recently used row of a finished request. Raises ``OutriderError`` if there is none."""
-        if not self._kept:
+    def _evict_row(self) -> None:
+        """Free the least recently used row of a finished request. Raises ``OutriderError`` if there is none."""
+        kept = next((row for row, each in self._rows.items() if not each.is_running), None)
+        if kept is None:
             raise OutriderError(f"more than {self.max_rows} concurrent requests: raise max_batch")
-        row = next(iter(self._kept))
-        del self._kept[row]
-        return row
+        del self._rows[kept]
 
     # -- memory ---------------------------------------------------------------------------------------------------------------
 
@@ -326,9 +323,8 @@ class KVCache(PassThrough):
         """Shrink to the rows of running requests with the given slots; drop everything kept."""
         sources = list(self._row_of.values())
         self._reallocate(sources, min(slots, self.capacity), num_drafted=0)
+        self._rows = {row: self._rows[source] for row, source in enumerate(sources)}
         self._row_of = {name: row for row, name in enumerate(self._row_of)}
-        self._kept.clear()
-        self._free.clear()
         if self.on_compact is not None:
             self.on_compact(sources)
 
@@ -359,14 +355,13 @@ class KVCache(PassThrough):
         if rows <= have:
             return False
         self._reallocate([*range(have), *[None] * (rows - have)], self.capacity)
-        self._free.extend(reversed(range(have, rows)))
         return True
 
     def _reallocate(self, sources: Sequence[int | None], slots: int, num_drafted: int = 2 * SLACK) -> None:
         """Allocate all stores, or none if memory runs out: row i becomes the former row ``sources[i]``, or empty if None."""
-        stores, in_use = self._allocate(len(sources), slots), {*self._row_of.values(), *self._kept}
+        stores = self._allocate(len(sources), slots)
         for row, source in enumerate(sources):
-            if source is not None and source in in_use:
+            if source in self._rows:
                 used = min(self.cached_lens[source] + num_drafted, self.capacity)
                 for new, old in zip(stores, self.stores, strict=True):
                     new[:, row, :, :used] = old[:, source, :, :used]
@@ -374,6 +369,12 @@ class KVCache(PassThrough):
             self.states.keep_rows(sources)
         self.cached_lens[:] = [0 if source is None else self.cached_lens[source] for source in sources]  # passes hold the list
         self.stores, self.capacity = stores, slots
+
+    def pass_layout(self, tensors: Sequence[Tensor], hidden: Tensor | None = None) -> attention.PassLayout:
+        """Return the layout of a pass over this cache, with the ``tensors`` of ``PassLayout.tensors``."""
+        positions, rows, bases, ends, visible, *stores = tensors
+        shape, inputs = self.shape, (positions, rows, bases, ends, visible)
+        return attention.PassLayout(shape.layer_places, shape.states, *inputs, tuple(stores), hidden)
 
     # -- commit -------------------------------------------------------------------------------------------------------------
 

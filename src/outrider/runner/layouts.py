@@ -75,17 +75,16 @@ class Layouts:
         self._cache.reserve(max(stops))
         self._cache.states.record_write(rows, bases, stops)
         positions = positions.clamp_(max=self._cache.max_len - 1)[None]
-        stores, shape, visible = self._cache.tensors, self._cache.shape, self.causal(batch, width)
-        inputs = (row_ids, base_slots, end_places, positions, visible)
-        layout = PassLayout(stores, shape.layer_places, *inputs, states=shape.states)
+        inputs = (positions, row_ids, base_slots, end_places, self.causal(batch, width))
+        layout = self._cache.pass_layout((*inputs, *self._cache.tensors))
         return PassInput(ids[None], [0, *ends[:-1]], lens, layout)
 
-    def tree(self, chain: PassInput, proposal: Proposal, text_lens: list[int]) -> PassInput:
+    def tree(self, chain: PassInput, proposal: Proposal, text_lens: list[int], bases: list[int]) -> PassInput:
         """Return the pass with the proposal's tree after the first ``text_lens[b]`` tokens of each request."""
         assert proposal.parents is not None
         layout = chain.layout
         visible, positions = tree_mask_and_positions(proposal.parents, text_lens, layout.visible.shape[1])
-        places = zip(positions, layout.bases.tolist(), chain.lens, strict=True)
+        places = zip(positions, bases, chain.lens, strict=True)
         positions = torch.cat([each[:length] + base for each, base, length in places])
         positions = positions.clamp_(max=self._cache.max_len - 1)[None].to(self._device)
         return replace(chain, layout=replace(layout, positions=positions, visible=visible.to(self._device)))
@@ -100,7 +99,7 @@ class Layouts:
         width = 1 + proposal.num_nodes
         inputs = self.chain(tokens, rows, bases, least=max(text_lens) - 1 + width)
         if proposal.is_tree:
-            inputs = self.tree(inputs, proposal, text_lens)
+            inputs = self.tree(inputs, proposal, text_lens, bases)
         roots = [start + length - 1 for start, length in zip(inputs.starts, text_lens, strict=True)]
         # Padding has logits only to limit the number of shapes.
         counts = [width if self.is_padded else 1 + num_drafts for num_drafts in proposal.lens.tolist()]

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from outrider import native
 from outrider.hub import fetch_weights
 from outrider.runner import experts, linear, loading, packing
-from outrider.runner.attention import PassLayout
 from outrider.runner.config import RunnerConfig, torch_device
 from outrider.runner.cost_book import CostBook
 from outrider.runner.graphs import Run, wait_for
@@ -106,7 +105,7 @@ class ModelRunner:
             if packed is not None:
                 return cls(packed, config, device, str(model), shape)._checked("eager", model)
         growth = loading.growth_of(wanted, reader, config.bits, config.dtype) if device.type == "cpu" else 0.0
-        fetch_weights(model, growth)
+        fetch_weights(model, growth if reader is None else min(growth, 1.0))  # a reader's is only an upper bound
         if growth:
             loading.refuse_too_large(model, growth, reader if config.bits is None else None, config.dtype)
         loaded = loading.load_model(model, wanted, config.dtype, device, config.trust_remote_code, reader)
@@ -301,16 +300,22 @@ class ModelRunner:
         return None  # a separate model runs no part of the target's pass
 
     def catch_up(
-        self, request_ids: Sequence[str], sequences: Sequences, draft_slots: int, hidden: tuple[int, ...] = ()
+        self,
+        request_ids: Sequence[str],
+        sequences: Sequences,
+        draft_slots: int,
+        hidden: tuple[int, ...] = (),
+        to_last: bool = False,
     ) -> tuple[list[int], list[list[int]]]:
-        """Prefill uncached tokens beyond one pass. Return the cache rows and the remaining tokens, at least the last one."""
+        """Prefill uncached tokens beyond one pass, with ``to_last`` all except for the last token of each sequence.
+
+        Return the cache rows and the remaining tokens, at least the last one.
+        """
         rows, lens = self._rows(request_ids, sequences, bool(hidden)), self.cache.cached_lens
         self._prefill(request_ids, sequences, rows, draft_slots, hidden)
+        if to_last:
+            self._prefill_pass(request_ids, sequences, rows, self._num_uncached(sequences, rows), hidden)
         return rows, [list(text[lens[row] :]) for text, row in zip(sequences, rows, strict=True)]
-
-    def prefill_to_last(self, request_ids: Sequence[str], sequences: Sequences, rows: Sequence[int]) -> None:
-        """Prefill the uncached tokens of sequences after ``catch_up``, except for the last token of each."""
-        self._prefill_pass(request_ids, sequences, rows, self._num_uncached(sequences, rows), ())
 
     def feed(
         self,
@@ -349,8 +354,7 @@ class ModelRunner:
         token_ids = torch.empty(1, batch, dtype=torch.long, device=self.device)
         row_ids, slots = torch.tensor([rows, bases], device=self.device)
         every, mask = self.layouts.arange(0, batch), self.layouts.causal(batch, 1)
-        layout = PassLayout(self.cache.tensors, self.cache.shape.layer_places, row_ids, slots, every + 1, slots[None], mask)
-        inputs = [token_ids, *layout.inputs, every, *layout.stores]
+        inputs = [token_ids, every, slots[None], row_ids, slots, every + 1, mask, *self.cache.tensors]
         logits, fed = logits.unsqueeze(1), token_ids.view(batch, 1)
         for step in range(steps - 1):
             chosen = next_token(logits, step)

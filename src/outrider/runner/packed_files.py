@@ -9,7 +9,6 @@ file belongs to the state of the checkpoint's files (names, sizes, times), the c
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,29 +16,20 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from outrider import disk_cache, native
+from outrider import disk_cache
 from outrider.errors import first_line, is_out_of_memory
 from outrider.files import expanded
 from outrider.memory import free_memory, on_this_machine, weight_files
-from outrider.runner import experts, huge_pages, kernels, linear, loading, packing
+from outrider.runner import disk_keys, experts, huge_pages, kernels, linear, loading, packing
 from outrider.runner.survey import without_weights
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
 KIND, SUFFIX = "weights", ".packed"
-# Part of the key: a change of this code, of the runner and of ``native``, invalidates files.
-CODE, NATIVE_CODE = (
-    (
-        *("blocks.py", "experts.py", "kernels.py", "linear.py", "packed_files.py", "packing.py", "quantized.py"),
-        *("checkpoints/*.py", "gguf/*.py"),
-    ),
-    ("*blocks*", "codes4.inc"),
-)
 # Modules that a file holds whole, because their structure depends on the checkpoint's tensors. ``torch.load`` makes no others.
 MODULES = (
     *(linear.PackedLinear, linear.JoinedLinear, linear.PackedEmbedding, linear.FusedLinears, linear.FusedSlice),
@@ -70,17 +60,14 @@ class PackedFile:
         place = folder.resolve()
         if place.parent.name == "snapshots" and place.parents[1].name.startswith("models--"):
             place = place.parents[1]  # the repository of the download cache, whose commits follow one another
-        family = _hash(str(place), str(form), str(dtype))
+        family = disk_keys.key(str(place), form, str(dtype))
         config = folder / "config.json"  # a GGUF file has none
         try:
-            stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-            texts = [config.read_text()] if config.is_file() else []
+            stats, text = disk_keys.state_of(files), config.read_text() if config.is_file() else None
         except OSError:  # a file was deleted in the meantime
             return None
-        for code, names in ((Path(__file__).parent, CODE), (native.build.FOLDER, NATIVE_CODE)):
-            texts += [path.read_text() for name in names for path in sorted(code.glob(name))]
-        versions = [torch.__version__, transformers.__version__, str(kernels.has_fast_bfloat16())]
-        return cls(folder, f"{family}-{_hash(repr(stats), *texts, *versions)}", family)
+        content = disk_keys.key(disk_keys.own_code(), stats, text, kernels.has_fast_bfloat16())
+        return cls(folder, f"{family}-{content}", family)
 
     def load(self, config: PreTrainedConfig, model_class: Any, by_request: bool) -> PreTrainedModel | None:
         """Return the packed model; None if the cache has no file, or, with a warning, if the file does not fit the model."""
@@ -163,7 +150,3 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _stores(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return module._parameters, module._buffers, vars(module)
-
-
-def _hash(*texts: str) -> str:
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

@@ -112,6 +112,6 @@ class PassRunner(ProgramRunner):
 
         A ``span`` that starts after layer 0 takes hidden states [1, T, H]; one without the head returns logits [0].
         """
-        out = self.runner_of(layers, span)([tokens, *layout.inputs, logits_at, *layout.stores])
+        out = self.runner_of(layers, span)([tokens, logits_at, *layout.tensors])
         logits, hidden = (out[0][0], out[1:]) if span.head else (tokens.new_empty(0), out)
         return logits, {layer: states[0] for layer, states in zip(layers, hidden, strict=True)}

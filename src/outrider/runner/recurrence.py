@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -160,31 +160,19 @@ define(
 # ---------------------------------------------------------------------------------------------------------------------------
 
 
-class StatePass(Protocol):
-    """The active pass, as recurrent layers see it."""
-
-    @property
-    def cache_rows(self) -> Tensor: ...  # [B] int64
-    @property
-    def bases(self) -> Tensor: ...  # [B] int64
-    @property
-    def ends(self) -> Tensor: ...  # [B] int64
-
-    def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
-        """Return the store [L, R, S, ...] of one recurrent state, and its index in that store."""
-        ...
-
+StateOf = Callable[[StateKey, StateShape], tuple[Tensor, int]]  # -> store [L, R, S, ...] of a recurrent state, index in it
+Requests = tuple[Tensor, Tensor, Tensor]  # cache rows, bases and ends of a pass, [B] int64 each
 
 # Of this thread: several ``LLM``s may run in threads of one process.
-_active: ContextVar[StatePass | None] = ContextVar("active", default=None)
+_active: ContextVar[tuple[StateOf, Requests] | None] = ContextVar("active", default=None)
 # Layer and state of the next call: models query the cache for the layer just before it.
 _layer = ContextVar("layer", default=(0, 0))
 
 
 @contextmanager
-def active_states(states: StatePass) -> Iterator[None]:
-    """Make ``states`` the active states of recurrent layers."""
-    token = _active.set(states)
+def active_states(state_of: StateOf, requests: Requests) -> Iterator[None]:
+    """Give recurrent layers the states and requests of a pass."""
+    token = _active.set((state_of, requests))
     try:
         yield
     finally:
@@ -197,10 +185,10 @@ def enter(layer: int, index: int) -> None:
 
 
 def _requests(shape: tuple[int, ...], taps: int = 0) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
-    states = _active.get()
-    assert states is not None
-    store, place = states.state(StateKey(*_layer.get(), taps > 0), StateShape(shape, taps))
-    return store, place, states.cache_rows, states.bases, states.ends
+    active = _active.get()
+    assert active is not None
+    state_of, requests = active
+    return *state_of(StateKey(*_layer.get(), taps > 0), StateShape(shape, taps)), *requests
 
 
 def _float(x: Tensor) -> Tensor:

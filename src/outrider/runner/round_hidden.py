@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from outrider.types import Request
-
-FEW_ROWS = 64  # of a pass
 
 
 class HiddenRows(Sequence[Tensor]):
@@ -48,22 +45,14 @@ class RoundHidden:
     ) -> dict[int, HiddenRows]:
         """Return by hidden state each request's chunks, then its ``lens[b]`` rows of ``hidden`` from ``starts[b]``.
 
-        The result is {} if no request takes drafts. If only some do, the others' rows are empty in a pass of many rows, which
-        would otherwise stay in memory; few are not copied.
+        The result is {} if no request takes drafts.
         """
-        is_read = [request.takes_drafts for request in requests]
-        if not any(is_read):
+        if not any([request.takes_drafts for request in requests]):
             return {}
-        spans = None
-        if sum(lens) > FEW_ROWS and not all(is_read):
-            spans = [slice(start, start + n) for start, n, is_one in zip(starts, lens, is_read, strict=True) if is_one]
-            lens = [length if is_one else 0 for length, is_one in zip(lens, is_read, strict=True)]
-            starts = [0, *accumulate(lens)][:-1]
         found = {}
         for index, states in self._kept(hidden):
             earlier = [self._chunks.get((each.request_id, index), []) for each in requests] if self._chunks else []
-            own = states if spans is None else torch.cat([states[span] for span in spans])
-            found[index] = HiddenRows(own, starts, lens, earlier)
+            found[index] = HiddenRows(states, starts, lens, earlier)
         return found
 
     def forget(self, request_ids: Sequence[str]) -> None:

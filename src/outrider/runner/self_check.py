@@ -8,7 +8,6 @@ Outrider's code, a library or the CPU or GPU has changed.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import logging
 import os
@@ -17,17 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider import disk_cache, native
+from outrider import disk_cache
 from outrider.errors import first_line
 from outrider.memory import weight_files
-from outrider.native.build import cpu_flags
-from outrider.runner import attention
+from outrider.runner import attention, disk_keys
 from outrider.runner.blocks import exact_activations
-from outrider.runner.compiled import code_of
 from outrider.runner.forward import described
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layouts import Layouts
@@ -38,7 +34,6 @@ from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
-CODE = (".py", ".cpp", ".h", ".inc")  # endings of files: a change of them invalidates what was stored
 KIND, SUFFIX = "checks", ".passed"  # of the disk cache
 MIN_BYTES = 64 << 20  # of weights: checking smaller models takes less time than is worth a file
 LENGTH = 12  # tokens of the sequence
@@ -86,19 +81,16 @@ def check_itself(
 def _key(model: PreTrainedModel, cache: KVCache, source: str | Path) -> str | None:
     """Return the cache key of a passed self-check; None for small models and for unreadable files."""
     try:
-        stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in weight_files(source)]
-        if sum(size for _, size, _ in stats) < MIN_BYTES:
-            return None
-        files = [*Path(__file__).parent.glob("*/**/*"), *native.build.FOLDER.rglob("*")]  # ``code_of`` reads the runner's own
-        code = [path.read_bytes() for path in sorted(files) if path.suffix in CODE]
+        files = weight_files(source)
+        stats = disk_keys.state_of(files)
     except OSError:
         return None
+    if sum(size for _, size, _ in stats) < MIN_BYTES:
+        return None
     weights = [(name, each.shape, each.dtype) for name, each in (*model.named_parameters(), *model.named_buffers())]
-    machine = cpu_flags() if cache.device.type == "cpu" else torch.cuda.get_device_name(cache.device)
-    versions = torch.__version__, transformers.__version__, code_of(model), hashlib.sha256(b"".join(code)).hexdigest()
     sizes = cache.shape, cache.dtype, min(cache.max_rows, len(FIRST)), min(cache.max_len, LENGTH)
-    what = stats, weights, described(model), sizes, machine, versions
-    return hashlib.sha256(repr(what).encode()).hexdigest()[:20]
+    code, machine = disk_keys.code_of(model), disk_keys.machine(cache.device)
+    return disk_keys.key(files, stats, weights, described(model), sizes, machine, code)
 
 
 def _difference(

@@ -46,10 +46,9 @@ class SelfDraft:
         Uncached tokens beyond one pass are first prefilled by the whole model.
         """
         runner = self._runner
-        self._rows, self._fed = runner.catch_up(request_ids, sequences, draft_slots=0)
-        if runner.max_drafts is not None:  # drafting overwrites the older states, but scoring starts from one of them
-            runner.prefill_to_last(request_ids, sequences, self._rows)
-            self._fed = [fed[-1:] for fed in self._fed]
+        # In recurrent layers drafting overwrites the older states, but scoring starts from one of them.
+        to_last = runner.max_drafts is not None
+        self._rows, self._fed = runner.catch_up(request_ids, sequences, draft_slots=0, to_last=to_last)
         self._slots = [runner.cache.cached_lens[row] for row in self._rows]
         logits, hidden = runner.feed(self.passes, self._fed, self._rows, self._slots, self._layers, self._span)
         self._hidden = [] if self._depth is None else hidden[self._depth]

@@ -53,9 +53,6 @@ class _Seen:
     shared: dict[int, int] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
     states: dict[StateKey, StateShape] = field(default_factory=dict)
-    cache_rows: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
-    bases: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
-    ends: Tensor = field(default_factory=lambda: torch.full((1,), NUM_TOKENS))
 
     def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
         """Record the shape of a recurrent state; return a temporary store for one request."""
@@ -65,6 +62,7 @@ class _Seen:
         return torch.zeros(1, 1, NUM_TOKENS + shape.taps, *shape.sizes, device=self.device), 0
 
 
+ONE_REQUEST = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.full((1,), NUM_TOKENS)
 _seen: ContextVar[_Seen] = ContextVar("seen")  # by the survey that this thread runs
 
 
@@ -98,7 +96,7 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
         raise UnsupportedAttention(_not_attending(name)) from error
     ran: set[int] = set()
     try:
-        with torch.inference_mode(), recurrence.active_states(seen), _noting_layers(model, ran):
+        with torch.inference_mode(), recurrence.active_states(seen.state, ONE_REQUEST), _noting_layers(model, ran):
             model(**_inputs(model, PassThrough()))
     except OutriderError as error:
         raise type(error)(f"{model.config.model_type}: {error}; {INSTEAD}") from error
@@ -130,7 +128,7 @@ def _survey_stores(model: PreTrainedModel) -> CacheShape | None:
     """Survey a model with its own attention code by the updates of its cache; None if that is not conclusive."""
     cache, seen, ran = _Noting(), _Seen(model.device), set[int]()
     try:
-        with torch.inference_mode(), recurrence.active_states(seen), _noting_layers(model, ran):
+        with torch.inference_mode(), recurrence.active_states(seen.state, ONE_REQUEST), _noting_layers(model, ran):
             model(**_inputs(model, cache, by_request=True))
     except Exception as error:
         if model.device.type == "meta" and "meta" in str(error):
