@@ -76,6 +76,12 @@ def test_a_short_draft_of_the_first_is_used_if_the_second_has_none():
     assert chains_of(combined(first, Recorder("none", {})).propose(context_of("a"), 4)) == [[1]]
 
 
+def test_a_second_method_may_return_padding_only():
+    first, padding = Recorder("first", {"a": [1], "b": [2]}), torch.zeros(2, 4, dtype=torch.long)
+    second = ScriptedProposer(lambda *_: Proposal(padding, torch.zeros(2, dtype=torch.long)))
+    assert chains_of(combined(first, second).propose(context_of("a", "b"), 4)) == [[1], [2]]
+
+
 def test_a_small_k_does_not_make_a_short_match_long_enough():
     first, second = Recorder("first", {"a": [1, 1], "b": [2, 2, 2, 2]}), Recorder("second", {"a": [5, 5], "b": [6]})
     proposer = combined(first, second)

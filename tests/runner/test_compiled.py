@@ -289,9 +289,13 @@ def test_threads_that_compile_do_not_exchange_their_folders(monkeypatch, tmp_pat
     assert seen == [str(tmp_path / "second")] and name not in os.environ
 
 
-def test_a_compiler_with_arguments_is_one_program_for_inductor(monkeypatch):
-    monkeypatch.setenv("CXX", "env g++ -pipe")
-    assert compiled._compiler_option() == {"cpp.cxx": "g++"}
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("env g++ -pipe", {"cpp.cxx": "g++"}), ("env clang -stdlib=libc++", {}), ("g++", {})],
+)
+def test_a_compiler_with_arguments_is_one_program_for_inductor(command, option, monkeypatch):
+    monkeypatch.setattr(compiled, "find_compiler", command.split)
+    assert compiled._compiler_option() == option
 
 
 def test_a_model_that_does_not_compile_stays_eager_with_a_warning(runner, model, tmp_path, monkeypatch, caplog):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
+import errno
+import logging
 import resource
 import socket
 import sys
@@ -16,9 +18,9 @@ import httpx
 import pytest
 
 from outrider import LLM
-from outrider.server import connection as limited
 from outrider.server import run
 from outrider.server.config import Client, KeyRing
+from outrider.server.connection import QuietAccepting
 
 from .served import Served, Slow, call, serving, until
 
@@ -116,14 +118,11 @@ def test_connections_over_the_limit_are_closed(
 ) -> None:
     assert 0 < run.most_connections() < resource.getrlimit(resource.RLIMIT_NOFILE)[0] or run.most_connections() == sys.maxsize
     monkeypatch.setattr(run, "most_connections", lambda: 2)
-    monkeypatch.setattr(limited.TimedProtocol, "_logged", -math.inf)
     with serving(load("plain", 0)) as server, server.connect() as first, server.connect():
         until(lambda: len(server.server.server_state.connections) == 2)
-        for wait, num_logged in ((60.0, 1), (60.0, 1), (0.0, 2)):
-            monkeypatch.setattr(limited, "LOG_INTERVAL", wait)
-            with server.connect() as third, suppress(ConnectionError):
-                assert third.recv(1) == b""
-            assert caplog.text.count("ulimit -n") == num_logged
+        with server.connect() as third, suppress(ConnectionError):
+            assert third.recv(1) == b""
+        assert "ulimit -n" in caplog.text
         first.sendall(GET)
         assert b" 200 OK" in first.recv(4096)
         first.close()
@@ -131,6 +130,21 @@ def test_connections_over_the_limit_are_closed(
         with server.connect() as fourth:
             fourth.sendall(GET)
             assert b" 200 OK" in fourth.recv(4096)
+
+
+def test_failed_accepts_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    quiet, loop = QuietAccepting(), asyncio.new_event_loop()
+    context = {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "too many open files")}
+    with caplog.at_level(logging.ERROR):
+        for _ in range(5000):
+            quiet(loop, context)
+        assert len(caplog.records) == 1 and "too many open files" in caplog.text
+        quiet._last -= 61
+        quiet(loop, context)
+        assert "5000 failed attempts" in caplog.records[-1].getMessage()
+        quiet(loop, {"message": "another"})
+        assert caplog.records[-1].getMessage() == "another"
+    loop.close()
 
 
 def test_the_openapi_description_requires_a_key(load: Callable[..., LLM]) -> None:

@@ -187,12 +187,14 @@ class GuardedProposer:
         is_sample = [self._drafting(request).fork_of in self._requests for request in requests]
         for turn in (False, True):  # a prompt before its samples
             part = [request for request, each in zip(requests, is_sample, strict=True) if each == turn]
+            if not part:
+                continue
             for request in part:
                 source = self._drafting(request).fork_of
                 if source is not None and source in self._requests and self._requests[source].is_prefilled:
                     self._proposer.fork(source, request)
             with self._clock.phase("draft_prefill"):
-                are_prefilled = self._proposer.prefill(part) if part else []
+                are_prefilled = self._proposer.prefill(part)
             for request, is_prefilled in zip(part, are_prefilled, strict=True):
                 self._drafting(request).is_prefilled = is_prefilled
 

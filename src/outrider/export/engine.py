@@ -22,9 +22,11 @@ from outrider.types import OutriderError
 
 SCRIPT, WRITTEN_BY = "run.sh", "Written by outrider export"
 TEMPERATURE_NOTE = "Outrider's server decodes greedily without a temperature; here it is 1.0: set it in your requests."
+ONE_BY_ONE = "let it make one draft in a pass, with the method's option parallel=false, or export to vLLM"
 ALTERNATIVES: Mapping[Form, str] = {  # of methods that an engine does not support, unless it says otherwise
     Form.TEXT: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
-    Form.PARALLEL_MODEL: "let it make one draft in a pass, with the method's option parallel=false, or export to vLLM",
+    Form.PARALLEL_MODEL: ONE_BY_ONE,
+    Form.FOREIGN_PARALLEL_MODEL: ONE_BY_ONE,
     Form.PAIR: "name one of the two",
 }
 

@@ -71,7 +71,7 @@ class Sglang(Engine):
         }
         if form is Form.NO_DRAFTS:
             return {}, 0, []
-        if form in (Form.SMALL_MODEL, Form.FOREIGN_MODEL) and not kind.config.parallel:
+        if form in (Form.SMALL_MODEL, Form.FOREIGN_MODEL):
             if form is Form.FOREIGN_MODEL:
                 raise OutriderError(
                     "SGLang needs a draft with the target's tokenizer: give the plan another draft, or export to transformers"

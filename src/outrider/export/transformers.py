@@ -87,7 +87,7 @@ class Transformers(Engine):
             layers = kind.config.layers or max(1, deployment.config.num_hidden_layers // EXIT_SHARE)
             program["more"] = _given("model", assisted)
             return {**assisted, "assistant_early_exit": layers}, program
-        if form in (Form.SMALL_MODEL, Form.FOREIGN_MODEL) and not kind.config.parallel:
+        if form in (Form.SMALL_MODEL, Form.FOREIGN_MODEL):
             program["constants"] = f"DRAFT = {kind.source!r}\n"
             program["more"] = "assistant = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=model.dtype).to(model.device)\n"
             program["more"] += _given("assistant", assisted)

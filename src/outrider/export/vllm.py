@@ -88,9 +88,11 @@ class Vllm(Engine):
             window = {"prompt_lookup_min": kind.config.min_n, "prompt_lookup_max": kind.config.max_n}
             note = "vLLM continues the earliest match, Outrider the latest; --own-code uses Outrider's."
             return {"method": "ngram", **shared, **window}, [note]
-        if form in (Form.SMALL_MODEL, Form.FOREIGN_MODEL, Form.PARALLEL_MODEL):
-            at_once = {"parallel_drafting": True} if kind.config.parallel else {}
-            other = {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"} if form is Form.FOREIGN_MODEL else {}
+        in_parallel = form in (Form.PARALLEL_MODEL, Form.FOREIGN_PARALLEL_MODEL)
+        is_foreign = form in (Form.FOREIGN_MODEL, Form.FOREIGN_PARALLEL_MODEL)
+        if form is Form.SMALL_MODEL or in_parallel or is_foreign:
+            at_once = {"parallel_drafting": True} if in_parallel else {}
+            other = {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"} if is_foreign else {}
             return {"method": "draft_model", "model": kind.source, **at_once, **shared, **other}, []
         head, notes = self._head(deployment, folder)
         return {**shared, **head}, notes

@@ -438,7 +438,8 @@ class HeadFiles:
     def draft_size(self, stated: int, vocab_size: int) -> int:
         """Return the number of tokens that a head can draft: those in ``d2t``, else ``stated``.
 
-        Raise for a ``d2t`` that is no vector, or if it is missing and the target has more tokens.
+        Raise for a ``d2t`` that is no vector or that the target's own output head does not fit, or if it is missing and the
+        target has more tokens.
         """
         offsets = self.tensors.get("d2t")
         if offsets is None:
@@ -446,6 +447,8 @@ class HeadFiles:
                 raise OutriderError(f"{self.source} drafts {stated} of {vocab_size} tokens, but the mapping d2t is missing")
             return stated
         self.check_dims({"d2t": 1})
+        if len(offsets) != vocab_size and "lm_head.weight" not in self.tensors:
+            raise OutriderError(f"{self.source} drafts {len(offsets)} of {vocab_size} tokens, but lm_head.weight is missing")
         return len(offsets)
 
     def offsets_to_ids(self) -> None:

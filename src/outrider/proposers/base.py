@@ -140,7 +140,7 @@ def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_si
     ``parts``: rows and the proposal for them. If one has probabilities, point masses of the others become one-hots; if one is
     a tree, chains of the others become trees. Verifiers treat both forms alike.
     """
-    parts = [(rows, part) for rows, part in parts if part.num_nodes]
+    parts = [(rows, part) for rows, part in parts if rows and part.num_nodes]
     if not parts:
         return Proposal.empty(batch)
     if len(parts) == 1 and len(parts[0][0]) == batch:

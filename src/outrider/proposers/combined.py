@@ -44,7 +44,7 @@ class CombinedProposer(Proposer):
         self.needs_hidden, self.drafts_trees = second.needs_hidden, second.drafts_trees
         self.max_drafts = max(first.max_drafts, second.max_drafts)
         self.auto_drafts = max(first.auto_drafts, second.auto_drafts)
-        self.is_model_free, self.drafts_ahead = second.is_model_free, second.drafts_ahead
+        self.is_model_free, self.drafts_ahead = second.is_model_free, first.drafts_ahead and second.drafts_ahead
         self._unread: dict[str, dict[int, list[Tensor]]] = {}  # request -> layer -> hidden states that the second has not read
         self._drafted: set[str] = set()  # requests for which the second drafted in this round
 

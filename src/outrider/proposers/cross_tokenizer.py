@@ -149,6 +149,7 @@ class CrossTokenizerMethod(DraftModelMethod):
     proposer = CrossTokenizerProposer
     precedence = 0  # a draft with another tokenizer must be named by the user
     exported = Form.FOREIGN_MODEL
+    exported_in_parallel = Form.FOREIGN_PARALLEL_MODEL
 
     def build(self, setting: Setting) -> CrossTokenizerProposer:
         """Load the draft. Raises ``OutriderError`` if it or one of the tokenizers is missing."""

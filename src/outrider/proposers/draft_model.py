@@ -189,6 +189,7 @@ class DraftModelMethod(MethodSpec):
     proposer: type[Proposer] = DraftModelProposer
     options = DraftOptions
     exported = Form.SMALL_MODEL
+    exported_in_parallel = Form.PARALLEL_MODEL
     takes_draft = True
     own_draft = "draft"
     precedence = 3
@@ -237,7 +238,7 @@ class DraftModelMethod(MethodSpec):
             is_parallel = bool(options.parallel)
         else:
             is_parallel = drafts_in_parallel(config, options, found.source)
-        form = Form.PARALLEL_MODEL if is_parallel and self.exported is Form.SMALL_MODEL else self.exported
+        form = self.exported_in_parallel if is_parallel else self.exported
         return replace(found, form=form, config=replace(options, parallel=is_parallel))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:

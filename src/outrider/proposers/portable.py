@@ -20,6 +20,7 @@ class Form(Enum):
     SMALL_MODEL = ("a draft model",)
     FOREIGN_MODEL = ("a draft model with another tokenizer",)
     PARALLEL_MODEL = "a draft model that reads mask tokens", 8
+    FOREIGN_PARALLEL_MODEL = "a draft model with another tokenizer that reads mask tokens", 8
     LOOKUP = "n-grams of the text", 5, ("min_n", "max_n")
     TEXT = "repetitions of any length in the text", 16  # engines with custom proposers can run Outrider's
     PAIR = ("two methods in turn",)  # at least one of which needs a model

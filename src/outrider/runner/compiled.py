@@ -144,9 +144,10 @@ def _inductor_in(folder: Path) -> Iterator[None]:
 
 
 def _compiler_option() -> dict[str, Any]:
-    """Return the program of a ``$CXX`` with several words, such as ``ccache g++ -pipe``: inductor expects one."""
+    """Return the compiler in a ``$CXX`` of several words, such as ``ccache g++ -pipe``: inductor expects one word."""
     command = find_compiler() or []
-    return {"cpp.cxx": next((word for word in command if "++" in word), command[0])} if len(command) > 1 else {}
+    found = next((word for word in command if "++" in word and not word.startswith("-")), None)
+    return {"cpp.cxx": found} if found and len(command) > 1 else {}
 
 
 def _compiled_in(tensor: Tensor) -> Any:

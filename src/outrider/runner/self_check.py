@@ -82,15 +82,14 @@ def _key(model: PreTrainedModel, cache: KVCache, source: str | Path) -> str | No
     """Return the cache key of a passed self-check; None for small models and for unreadable files."""
     try:
         files = weight_files(source)
-        stats = disk_keys.state_of(files)
+        stats, code = disk_keys.state_of(files), disk_keys.code_of(model)
     except OSError:
         return None
     if sum(size for _, size, _ in stats) < MIN_BYTES:
         return None
     weights = [(name, each.shape, each.dtype) for name, each in (*model.named_parameters(), *model.named_buffers())]
     sizes = cache.shape, cache.dtype, min(cache.max_rows, len(FIRST)), min(cache.max_len, LENGTH)
-    code, machine = disk_keys.code_of(model), disk_keys.machine(cache.device)
-    return disk_keys.key(files, stats, weights, described(model), sizes, machine, code)
+    return disk_keys.key(files, stats, weights, described(model), sizes, disk_keys.machine(cache.device), code)
 
 
 def _difference(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-import math
 from time import monotonic
-from typing import Any, ClassVar
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -14,13 +14,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-LOG_INTERVAL = 60.0  # seconds between two log messages about connections over the limit
+LOG_INTERVAL = 60.0  # seconds between two log messages about connections that cannot be accepted
+ACCEPTING = "socket.accept()"  # in the messages of asyncio about such connections
 
 
 class TimedProtocol(H11Protocol):
     """uvicorn's HTTP protocol with timeouts. ``state["arrived"]`` of each call is the time of its first byte."""
-
-    _logged: ClassVar[float] = -math.inf  # when a connection over the limit was last logged
 
     def __init__(self, *args: Any, header_timeout: float, idle_timeout: float, max_connections: int, **options: Any) -> None:
         """``header_timeout``: seconds from a connection, or a call's first byte, to the end of the call's headers.
@@ -40,10 +39,8 @@ class TimedProtocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
             transport.abort()
-            if monotonic() - TimedProtocol._logged >= LOG_INTERVAL:
-                TimedProtocol._logged = monotonic()
-                many = self._max_connections
-                logger.error("connections are refused: %d are open: raise the limit of descriptors (ulimit -n)", many)
+            error = OSError(errno.EMFILE, f"{self._max_connections} are open: raise the limit of descriptors (ulimit -n)")
+            self.loop.call_exception_handler({"message": ACCEPTING, "exception": error})
         else:
             self._expect_headers()
 
@@ -91,3 +88,20 @@ class TimedProtocol(H11Protocol):
         if self._arrived is not None:
             self.transport.write(REQUEST_TIMEOUT)
         self.transport.close()
+
+
+class QuietAccepting:
+    """Event-loop exception handler that logs failures to accept connections, thousands per second, once a minute."""
+
+    def __init__(self) -> None:
+        self._last = -LOG_INTERVAL
+        self._count = 0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if ACCEPTING not in str(context.get("message")):
+            loop.default_exception_handler(context)
+            return
+        self._count += 1
+        if monotonic() - self._last >= LOG_INTERVAL:
+            logger.error("cannot accept connections: %s (%d failed attempts)", context.get("exception"), self._count)
+            self._last, self._count = monotonic(), 0

@@ -13,8 +13,6 @@ import asyncio
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from hashlib import sha256
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -27,7 +25,7 @@ from outrider.server import schemas
 from outrider.server.bridge import Busy, Stopping
 from outrider.server.formats import Preamble
 from outrider.server.parameters import levels
-from outrider.server.pool import ProcessFailed, WorkerPool
+from outrider.server.pool import WorkerPool
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -37,11 +35,10 @@ if TYPE_CHECKING:
     from outrider.server.prompts import InThread
 
 ANY_OBJECT = '{"type": "object"}'
-MAX_GRAMMARS = 64  # in memory, cached or in use: each counts as at least this part of the limit, as measured sizes are rough
-# Parts of the limit for all cached grammars, and for those that were not requested again yet: a stream of schemas that all
-# differ must not evict those in use.
-MAX_CACHED, MAX_NEW = 1 / 2, 1 / 8
-MAX_REFUSED = 1024  # schemas whose refusal is remembered
+MAX_KEPT = 1 << 19  # total characters of cached schemas; an ordinary grammar takes some hundred bytes per character
+MAX_GRAMMARS = 64  # in memory, cached or in use: combinations of alternatives take up to 30 MB for 1000 characters
+MAX_CACHED = MAX_GRAMMARS // 2
+MAX_NEW = 8  # of these, not requested again yet: a stream of schemas that all differ must not evict those in use
 # Outputs of one grammar share the lexer's states, whose number is limited: after so many it is compiled again, and a limit that
 # an output exceeds is the schema's own fault only among the first few.
 MAX_OUTPUTS, FEW_OUTPUTS = 128, 8
@@ -100,6 +97,10 @@ class GrammarCompiler:
         return self._data
 
 
+class NoRoom(Busy):
+    """There is no room for a compiled grammar, in memory or in its client's share."""
+
+
 class Grammars:
     """Cache of compiled grammars. Each new schema is tested in a worker process first. For one event loop's thread."""
 
@@ -107,12 +108,11 @@ class Grammars:
         """``in_compiler_thread`` runs a function in a thread for nothing else: compiling may take as long as the worker may."""
         self._compiler, self._config = GrammarCompiler(data), config
         self._in_compiler_thread = in_compiler_thread
-        self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()  # by digest of preamble and schema, as all that follow
+        self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()  # by preamble and schema, as all that follow
         self._in_memory: WeakKeyDictionary[TokenGrammar, str] = WeakKeyDictionary()  # -> queue key of its first client
         self._refused: OrderedDict[str, str] = OrderedDict()  # -> reason
-        self._under_way: dict[str, asyncio.Task[TokenGrammar]] = {}
+        self._under_way: dict[str, tuple[asyncio.Task[TokenGrammar], str]] = {}  # -> task, queue key of its first client
         self._max_bytes = int(config.worker_memory * 2**30)  # of all grammars, as of one in a worker
-        self._least = self._max_bytes // MAX_GRAMMARS
         self._compiling = asyncio.Lock()  # between the check of the memory and the entry in ``_in_memory``
         limits = {"seconds": config.schema_timeout, "memory": self._max_bytes, "nice": 10, "for_texts": False}
         self.pool = WorkerPool("compile a JSON schema", {**(data or {}), **limits}, config.workers, eager=False)
@@ -125,7 +125,7 @@ class Grammars:
         """
         self._compiler.checked()
         text = ANY_OBJECT if schema is None else schema_text(schema, self._config)
-        key = sha256(f"{preamble or ''}{text}".encode()).hexdigest()
+        key = f"{preamble or ''}{text}"
         known, is_renewed = self._kept.get(key), text == ANY_OBJECT
         if known is not None:
             if known.refusal is None and known.num_outputs < MAX_OUTPUTS:
@@ -138,15 +138,28 @@ class Grammars:
                 self._remember_refusal(key, known.refusal)
         if key in self._refused:
             raise OutriderError(self._refused[key])
-        while (others := self._under_way.get(key)) is not None:
-            with suppress(Busy):  # the other client's share may be full
+        while key in self._under_way:
+            others, queue_key = self._under_way[key]
+            try:
                 return await asyncio.shield(others)
-        if not is_renewed and not self._fits(client, self._least, self._in_memory):
-            raise Busy(1)
-        making = self._under_way[key] = asyncio.create_task(self._made(key, text, preamble, client, is_renewed))
+            except NoRoom:  # in the other client's share
+                if queue_key == client.queue_key:
+                    raise
+        if not is_renewed:
+            self._check_room(client)
+        making = asyncio.create_task(self._made(key, text, preamble, client, is_renewed))
+        self._under_way[key] = making, client.queue_key
+        making.add_done_callback(lambda _: self._under_way.pop(key))
         # mark as retrieved: all callers may be gone
         making.add_done_callback(lambda _: making.cancelled() or making.exception())
         return await asyncio.shield(making)  # other calls may await the same task
+
+    def _check_room(self, client: Client) -> None:
+        """Raise ``Busy`` if no place is free, or if this client already holds its share."""
+        holders = [*self._in_memory.values(), *(queue_key for _, queue_key in self._under_way.values())]
+        num_free = MAX_GRAMMARS - len(holders)
+        if num_free <= 0 or exceeds_share(client.queue_key, holders.count(client.queue_key), num_free):
+            raise Busy(1)
 
     def _make_room(self, client: Client, num_bytes: int) -> None:
         """Drop cached grammars until a new one fits, those first that were requested once.
@@ -158,7 +171,7 @@ class Grammars:
         cached = sorted(self._kept, key=lambda key: self._kept[key].is_reused)
         while not self._fits(client, num_bytes, self._in_memory):
             if not cached:
-                raise Busy(1)
+                raise NoRoom(1)
             del self._kept[cached.pop(0)]
 
     def _fits(self, client: Client, num_bytes: int, in_memory: Mapping[TokenGrammar, str]) -> bool:
@@ -173,8 +186,7 @@ class Grammars:
         try:
             # The first grammar waits for a worker and for the table, both at once; if both fail, the worker's error says why.
             table = asyncio.gather(self._in_compiler_thread(self._compiler.table), return_exceptions=True)
-            measured = (await self.pool.do({"schema": text}, len(text), client))["bytes"]
-            num_bytes = max(measured, self._least)
+            num_bytes = (await self.pool.do({"schema": text}, len(text), client))["bytes"]
             await table
             async with self._compiling:
                 if not is_renewed:
@@ -182,28 +194,26 @@ class Grammars:
                 grammar: TokenGrammar = await self._in_compiler_thread(lambda: self._compiler.compiled(text, preamble))
                 grammar.num_bytes = num_bytes
                 self._in_memory[grammar] = client.queue_key
-        except (Busy, Stopping, ProcessFailed):
+        except (Busy, Stopping):
             raise
         except OutriderError as error:
             self._remember_refusal(key, str(error))
             raise
-        finally:
-            del self._under_way[key]
         self._kept[key] = grammar
-        self._shrink([each for each, kept in self._kept.items() if not kept.is_reused], MAX_NEW * self._max_bytes)
-        self._shrink(list(self._kept), MAX_CACHED * self._max_bytes)
+        new = [each for each, kept in self._kept.items() if not kept.is_reused]
+        for each in new[:-MAX_NEW]:
+            del self._kept[each]
+        while len(self._kept) > MAX_CACHED or (len(self._kept) > 1 and self._kept_too_much()):
+            self._kept.popitem(last=False)
         return grammar
 
-    def _shrink(self, keys: Sequence[str], most: float) -> None:
-        """Drop the first of these cached grammars until the others take at most ``most`` bytes, or one is left."""
-        num_bytes = sum(self._kept[key].num_bytes for key in keys)
-        for key in keys[:-1]:
-            if num_bytes > most:
-                num_bytes -= self._kept.pop(key).num_bytes
+    def _kept_too_much(self) -> bool:
+        num_bytes = sum(grammar.num_bytes for grammar in self._kept.values())
+        return sum(map(len, self._kept)) > MAX_KEPT or num_bytes > self._max_bytes // 2
 
     def _remember_refusal(self, key: str, why: str) -> None:
         self._refused[key] = why
-        if len(self._refused) > MAX_REFUSED:
+        while sum(map(len, self._refused)) > MAX_KEPT:
             self._refused.popitem(last=False)
 
 
@@ -215,7 +225,7 @@ class TokenGrammar:
         self.refusal: str | None = None  # reason why an output failed; later requests with this grammar are refused
         self.is_reused = False  # requested more than once
         self.num_outputs = 0
-        self.num_bytes = 0  # of memory, as a worker measured, or the least that is counted
+        self.num_bytes = 0  # of memory, as a worker measured
 
     def __deepcopy__(self, memo: object) -> TokenGrammar:
         return self  # shared anyway, and llguidance's matcher cannot be pickled

@@ -45,10 +45,6 @@ class WorkerLost(Exception):
         super().__init__(f"worker process exited with code {code}")
 
 
-class ProcessFailed(OutriderError):
-    """A job's process ended, perhaps because of the job; the job did not exceed a limit."""
-
-
 @dataclass(eq=False)
 class _Task:
     """A waiting or running job."""
@@ -157,8 +153,8 @@ class WorkerPool:
     async def do(self, job: Job, cost: float, client: Client) -> Job:
         """Run a job and return its result. ``cost``: estimated work, by which the scheduling is fair between clients.
 
-        Raises ``OutriderError`` if the job is refused or exceeds its limit of processor time or memory, ``ProcessFailed`` if
-        its process ended otherwise, ``Busy`` if it got too little processor time or was killed, ``Stopping`` if none starts.
+        Raises ``OutriderError`` if the job is refused, exceeds its limit of processor time or memory or crashes its process,
+        ``Busy`` if it got too little processor time or was killed, ``Stopping`` if none starts.
         """
         if self.start_error is not None:
             raise Stopping(self.start_error)
@@ -246,5 +242,5 @@ class WorkerPool:
             return Busy(math.ceil(self._setup["seconds"]))
         limit = {-signal.SIGPROF: seconds, -signal.SIGABRT: memory, os.EX_UNAVAILABLE: memory}.get(code)
         if limit is None:
-            return ProcessFailed(f"cannot {self._what}: its process failed")
+            return OutriderError(f"cannot {self._what}: its process failed")
         return OutriderError(f"cannot {self._what} within {limit}: send a smaller one")

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class Record:
-    """Append request bodies to a file, one prompt per line. A separate thread writes, which may wait for a slow disk."""
+    """Append request bodies to a file, one prompt per line. Not thread-safe.
+
+    A separate thread writes, so that the tokenizer's thread, which calls ``add``, does not wait for a slow disk.
+    """
 
     def __init__(self, file: Path, model: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """``model``: model name to write. Raises ``OutriderError`` if the file cannot be written."""
@@ -34,14 +37,18 @@ class Record:
 
     def add(self, body: SamplingFields) -> None:
         """Queue a request for writing. If writing fails, log a warning; the response is not affected."""
-        self._writer.submit(self._append, body)
-
-    def _append(self, body: SamplingFields) -> None:
         try:
-            self._file.writelines([json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body)])
+            lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body)]
+        except ValueError as error:  # a schema that is not used, because a call is forced, is nested too deep
+            logger.warning("a request was not recorded: %s", error)
+        else:
+            self._writer.submit(self._write, lines)
+
+    def _write(self, lines: Sequence[str]) -> None:
+        try:
+            self._file.writelines(lines)
             self._file.flush()
-        # A schema that is not used, because a call is forced, may be nested too deep, or have half a character.
-        except (OSError, ValueError) as error:
+        except (OSError, UnicodeEncodeError) as error:  # half a character in such a schema
             logger.warning("a request was not recorded: %s", error)
 
     def close(self) -> None:

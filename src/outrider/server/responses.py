@@ -339,7 +339,9 @@ def _items_as_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _joined(item.content)})
         elif isinstance(item, MessageItem):
-            said = _joined(item.content).removeprefix("\n")  # ``joined`` puts one between texts
+            said = _joined(item.content)
+            if messages and messages[-1]["role"] == "assistant":
+                said = said.removeprefix("\n")  # ``joined`` puts one between texts
             messages.append({"role": "assistant", "content": said})
         elif isinstance(item, CallItem):
             function = {"name": _name_in_chat(item.namespace, item.name), "arguments": item.arguments}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import resource
@@ -19,7 +20,7 @@ from outrider.errors import OutriderError, without_path
 from outrider.server.app import create_app
 from outrider.server.bridge import EngineBridge
 from outrider.server.config import KeyRing, ServerConfig, is_loopback
-from outrider.server.connection import TimedProtocol
+from outrider.server.connection import QuietAccepting, TimedProtocol
 from outrider.server.gate import JsonLines
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class GracefulServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Log the address once the server listens."""
+        asyncio.get_running_loop().set_exception_handler(QuietAccepting())
         await super().startup(sockets)
         logger.info("ready", extra={"facts": self._facts})
 

@@ -199,7 +199,7 @@ class Service:
         for pool in self.pools:
             await pool.stop()
         self._grammar_thread.shutdown(wait=False)
-        self._helper_thread.shutdown(wait=False)
+        self._helper_thread.shutdown(wait=self._record is not None)
         if self._record is not None:
             self._record.close()
 
@@ -243,7 +243,7 @@ class Service:
             stream = self.bridge.submit(samples, deadline, call.client)
         self.metrics.accepted(prompts)
         if self._record is not None:
-            self._record.add(body)
+            self._helper_thread.submit(self._record.add, body)
         running = RunningAnswer(stream, answer, call, self.metrics, params)
         if body.stream:
             return EventStream(running, body.stream_options or StreamOptions())
