@@ -18,7 +18,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 PresetName = Annotated[Literal["cpu", "gpu", "tiny"], typer.Option("--preset", help="machine class")]
 Corpus = Annotated[Path, typer.Option("--corpus", help="folder of the xz text files")]
 Work = Annotated[Path, typer.Option("--work", help="folder for checkpoints and tokenised text")]
-Minutes = Annotated[float | None, typer.Option("--minutes", help="time budget (default: the preset's)")]
+Minutes = Annotated[float | None, typer.Option("--minutes", help="minutes of training steps (default: the preset's)")]
 Tokens = Annotated[
     int | None, typer.Option("--tokens", help="tokens of the whole run; a smaller number ends it early, with decay")
 ]

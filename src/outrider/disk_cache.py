@@ -160,7 +160,9 @@ def _safe(path: Path) -> Path | None:
     """Return a file of the cache, marked as used; None if it is missing, or removed because others could have written it."""
     if not os.path.lexists(path):
         return None
-    if path.is_file() and not path.is_symlink() and _unsafe(path) is None:
+    status = path.lstat()
+    is_own = not hasattr(os, "getuid") or (status.st_uid in (os.getuid(), 0) and not status.st_mode & OTHERS_MAY_WRITE)
+    if stat.S_ISREG(status.st_mode) and is_own:  # its folder was checked
         with suppress(OSError):  # a cache that cannot be written
             os.utime(path)
         return path
@@ -181,8 +183,7 @@ def _discard_older(files: Iterable[Path], seconds: float) -> None:
 def _stored(fill: Callable[[BinaryIO], None], folder: Path, key: str, suffix: str) -> Path:
     _discard_older(folder.glob("*.part"), PART_SECONDS)  # of processes that were killed
     path = folder / f"{key}{suffix}"
-    with replaced(path) as part, part.open("wb") as file:
-        part.chmod(0o600)
+    with replaced(path, mode=0o600) as part, part.open("wb") as file:
         fill(file)
         file.flush()
         os.fsync(file.fileno())

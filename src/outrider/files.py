@@ -99,13 +99,14 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(file: Path) -> Iterator[Path]:
+def replaced(file: Path, mode: int = 0o666) -> Iterator[Path]:
     """Return the path of a temporary file that replaces ``file`` when the block ends, and is removed if it fails.
 
-    Its name is random, because several processes and threads may write the same file, and others may write to its folder.
+    ``mode``: its permissions, less the process's umask. Its name is random, because several processes and
+    threads may write the same file, and others may write to its folder.
     """
     unfinished = file.with_name(f"{file.name}.{secrets.token_hex(8)}.part")
-    unfinished.touch(exist_ok=False)  # does not follow a link
+    unfinished.touch(mode, exist_ok=False)  # does not follow a link
     try:
         yield unfinished
         unfinished.replace(file)

@@ -17,7 +17,7 @@ from functools import cache
 from logging import INFO, getLogger
 from pathlib import Path
 from threading import Event
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from outrider.errors import OutriderError
 from outrider.files import expanded, is_path
@@ -46,7 +46,7 @@ TOKENIZER = (*CONFIG, "tokenizer_config.json", "tokenizer.json")
 SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # endings of the files beside the weights that are read
 OFFLINE = "the Hugging Face hub is unreachable or HF_HUB_OFFLINE is set"
 FAILS = "the Hugging Face hub fails"  # although it is reachable: it answers with an error
-TIMEOUT = 5.0  # seconds until a hub that does not answer counts as unreachable
+TIMEOUT: Any = 5.0, 30.0, 30.0, 5.0  # seconds to connect to the hub, to read, to write, and to get a connection
 CHUNK = 1 << 18  # bytes that are written at once; the hub client's 10 MiB hide the progress of a slow download
 
 # hub id, and quantisation or file; without these the id must say that it is one of GGUF files

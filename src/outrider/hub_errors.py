@@ -10,7 +10,7 @@ from outrider.files import ADAPTER_ADVICE
 
 HF_LOGIN = "log in with hf auth login, or set HF_TOKEN"
 # Names of httpx's exceptions: the hub client uses another package of them in each version.
-NO_ANSWER = frozenset({"NetworkError", "ProxyError", "TimeoutException"})
+NO_CONNECTION = frozenset({"ConnectError", "ConnectTimeout", "ProxyError"})
 
 
 def what_it_is(names: Collection[str]) -> str | None:
@@ -29,8 +29,8 @@ def what_it_is(names: Collection[str]) -> str | None:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return whether a request to the hub failed before an answer."""
-    return not NO_ANSWER.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+    """Return whether a request failed because there is no connection to the hub."""
+    return not NO_CONNECTION.isdisjoint(kind.__name__ for kind in type(error).__mro__)
 
 
 def explained(repo_id: str, error: BaseException) -> str:

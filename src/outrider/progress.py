@@ -97,7 +97,7 @@ def shown(name: str = "") -> Iterator[Report]:
     """
     from rich import progress
 
-    pace, printed = _Pace(), -inf
+    pace, started, printed = _Pace(), time.monotonic(), -inf
     text = progress.TextColumn("{task.fields[count]}  {task.fields[left]}  {task.description}", markup=False)
     terminal = console()
     with progress.Progress(
@@ -111,9 +111,10 @@ def shown(name: str = "") -> Iterator[Report]:
             count, left = share if total else str(done), pace.left(done, total)
             label = printable(": ".join(filter(None, (name, what))))
             bar.update(task, completed=done, total=total or None, count=count, left=left, description=label)
-            if not terminal.is_terminal and time.monotonic() - printed >= PERIOD:
+            now = time.monotonic()
+            if not terminal.is_terminal and now - printed >= PERIOD + (now - started) / 100:  # rarer in long work
                 terminal.print(" ".join(filter(None, (count, left, label))), markup=False, soft_wrap=True)
-                printed = time.monotonic()
+                printed = now
 
         yield report
 

@@ -31,19 +31,20 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outrider import hub
 from outrider.bench.shapes import Shape, count_params, num_params, shape_for
 from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
 from outrider.files import not_a_model_folder
 from outrider.heads.checkpoint import read_config, read_folder
-from outrider.memory import require_disk
+from outrider.memory import require_disk, weight_files
 from outrider.memory import size as shown
 from outrider.progress import shown as shown_progress
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3  # part of the cache key: increment it when the same source and size give other weights
+FORMAT = 4  # part of the cache key: increment it when the same source and size give other weights
 SHARD_BYTES = 1 << 29
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # same tensor names, same residual structure
 
@@ -201,9 +202,9 @@ def built_once(folder: Path, build: Callable[[], object]) -> Path:
 
 
 def cache_folder(name: str, key: bytes, source: Path) -> Path:
-    """Return the folder of the cache for something made from ``key`` and from a folder, by the content of its files."""
+    """Return the folder of the cache for something made from ``key`` and from a folder, by the content of what is read."""
     digest = hashlib.sha256(key)
-    for file in sorted(file for file in source.iterdir() if file.is_file()):
+    for file in sorted({*weight_files(source), *(file for file in source.iterdir() if file.suffix in hub.SMALL)}):
         with file.open("rb") as opened:
             digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
     return lasting_dir("inflated") / f"{name}-{digest.hexdigest()[:12]}"

@@ -269,7 +269,7 @@ def _shown(found: Sequence[Pool]) -> list[Pool]:
 
 def _note_of(found: Sequence[Pool], shown: Sequence[Pool]) -> str:
     left = sum(not pool.is_plain for pool in found) - len(shown)
-    return f"{left} more draft lengths are in the table of all cells below." if left else ""
+    return f"{left} more draft lengths are in the table of speed and acceptance below." if left else ""
 
 
 def plot(

@@ -104,7 +104,8 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
 
     No thread waits for a command: Python joins threads before it exits, and SIGTERM would wait for the compiler.
     """
-    waiting, running, deadline = list(commands), dict[subprocess.Popen[bytes], IO[str]](), monotonic() + TIMEOUT
+    running: dict[subprocess.Popen[bytes], IO[str]] = {}
+    waiting, deadline = list(commands), monotonic() + TIMEOUT
     environment = os.environ | {"LC_ALL": "C"}  # for `_cause`, messages in English
     with ExitStack() as files:
         try:

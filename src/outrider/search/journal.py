@@ -54,7 +54,9 @@ class Journal:
         if resume:
             if path is None:
                 raise OutriderError("--resume requires the file of an interrupted search, but there is none")
-            self.document = earlier(path, question, "question", "outrider tune")
+            self.document |= earlier(path, question, "question", "outrider tune")
+            if self.document["schema"] != SCHEMA:
+                raise OutriderError(f"--resume: {path} was written by another version of outrider tune: omit --resume")
 
     def has(self, stage: str, name: str) -> bool:
         """Return whether the named result is known."""
