@@ -288,45 +288,6 @@ void inverse_cdf_rows(const T* rows, int64_t num_rows, int64_t size, int64_t str
   });
 }
 
-struct Factors {
-  double repetition, presence, frequency;
-};
-
-template <typename T>
-T penalised(T score, float count, const Factors& factors) {
-  const T repetition = static_cast<T>(factors.repetition);
-  score = score > 0 ? score / repetition : score * repetition;
-  return score - static_cast<T>(factors.presence) * (count > 0) - static_cast<T>(factors.frequency) * static_cast<T>(count);
-}
-
-// rows [width, size], of which row j follows draft start + j - 1. Its context is the output and prompt, with the distinct tokens
-// `ids` and their `counts` [size] in the output, and the drafts on its path (`parents` null: a chain).
-template <typename T>
-void penalise_rows(T* rows, int64_t width, int64_t size, const int64_t* ids, int64_t num_ids, const float* counts,
-                   const int64_t* drafts, const int64_t* parents, int64_t start, const Factors& factors) {
-  struct Drafted {
-    int64_t token;
-    T score;
-    float count;
-  };
-  std::vector<Drafted> path;
-  for (int64_t j = 0; j < width; ++j) {
-    T* row = rows + j * size;
-    path.clear();
-    for (int64_t node = start + j - 1; node >= 0; node = parents ? std::min(parents[node], node - 1) : node - 1) {
-      const int64_t token = drafts[node];
-      if (token < 0 || token >= size) continue;  // padding
-      const auto same = std::find_if(path.begin(), path.end(), [token](const Drafted& d) { return d.token == token; });
-      if (same != path.end())
-        same->count += 1;
-      else
-        path.push_back({token, row[token], counts[token] + 1});
-    }
-    for (int64_t i = 0; i < num_ids; ++i) row[ids[i]] = penalised(row[ids[i]], counts[ids[i]], factors);
-    for (const Drafted& d : path) row[d.token] = penalised(d.score, d.count, factors);
-  }
-}
-
 // The 64 random bits of a token, which randomness.mix computes from `key + (token + 1) * GOLDEN`.
 inline uint64_t noise_word(uint64_t key, int64_t token) {
   uint64_t word = key + static_cast<uint64_t>(token + 1) * 0x9E3779B97F4A7C15u;
@@ -498,8 +459,6 @@ std::vector<int64_t> marked(const char* marks, int64_t size) {
   return found;
 }
 
-const int64_t* ids_of(const std::optional<at::Tensor>& ids) { return ids.has_value() ? ids->const_data_ptr<int64_t>() : nullptr; }
-
 }  // namespace
 
 // scores [B, M, V], settings float64 [B, 4] of temperature, top_k, top_p and min_p -> probabilities [B, M, V] and the numbers of rows
@@ -621,36 +580,6 @@ at::Tensor sample_inverse_cdf(const at::Tensor& probs, at::ArrayRef<double> heig
                      token_ids.mutable_data_ptr<int64_t>());
   });
   return token_ids;
-}
-
-// Apply one request's penalties to logits [M, V], in place. Its tokens are ids[:num_ids] without repetition, with counts [V] in the
-// output; drafts [N] and, for a tree, parents [N] precede the rows, the first of which follows draft start - 1.
-void penalise_(at::Tensor logits, const at::Tensor& ids, int64_t num_ids, const at::Tensor& counts, const std::optional<at::Tensor>& drafts,
-               const std::optional<at::Tensor>& parents, int64_t start, double repetition, double presence, double frequency) {
-  const int64_t width = logits.size(0), size = logits.size(1);
-  TORCH_CHECK(logits.is_contiguous() && (!drafts.has_value() || drafts->is_contiguous()) && (!parents.has_value() || parents->is_contiguous()) &&
-                  counts.numel() == size && num_ids <= ids.numel(),
-              "penalise_: counts ", counts.sizes(), " for logits ", logits.sizes());
-  AT_DISPATCH_FLOATING_TYPES(logits.scalar_type(), "penalise_", [&] {
-    penalise_rows(logits.mutable_data_ptr<scalar_t>(), width, size, ids.const_data_ptr<int64_t>(), num_ids, counts.const_data_ptr<float>(),
-                  ids_of(drafts), ids_of(parents), start, {repetition, presence, frequency});
-  });
-}
-
-// Add committed tokens, of which the first `num_prompt` belong to the prompt, to ids (distinct ones, `num_ids` before), seen [V]
-// and counts [V]. Returns the new number of ids.
-int64_t count_tokens(const at::Tensor& tokens, int64_t num_prompt, at::Tensor ids, int64_t num_ids, at::Tensor seen, at::Tensor counts) {
-  const int64_t* from = tokens.const_data_ptr<int64_t>();
-  int64_t* distinct = ids.mutable_data_ptr<int64_t>();
-  uint8_t* is_seen = seen.mutable_data_ptr<uint8_t>();
-  float* times = counts.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < tokens.numel(); ++i) {
-    TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < seen.numel(), "count_tokens: no token ", from[i]);
-    if (!is_seen[from[i]]) distinct[num_ids++] = from[i];
-    is_seen[from[i]] = 1;
-    if (i >= num_prompt) times[from[i]] += 1;
-  }
-  return num_ids;
 }
 
 }  // namespace outrider
