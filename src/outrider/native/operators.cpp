@@ -27,7 +27,6 @@ TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def("shape_probs(Tensor scores, Tensor settings, int[] counts) -> (Tensor, int[])", shape_probs);
   library.def("choose(Tensor scores, Tensor settings, int[] keys, int[] counts) -> (Tensor, int[])", choose);
   library.def("likeliest(Tensor scores, Tensor settings, int[] keys, int top_k, int num_noisy) -> (Tensor, Tensor)", likeliest);
-  library.def("gumbel(int[] keys, int size) -> Tensor", gumbel);
   library.def("next_token_probs(Tensor target, Tensor? draft, Tensor tokens, Tensor num_accepted, Tensor lens) -> Tensor",
               next_token_probs);
   library.def("sample_inverse_cdf(Tensor probs, float[] heights) -> Tensor", sample_inverse_cdf);

@@ -58,7 +58,6 @@ std::tuple<at::Tensor, std::vector<int64_t>> choose(const at::Tensor& scores, co
                                                     at::IntArrayRef counts);
 std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef keys, int64_t top_k,
                                              int64_t num_noisy);
-at::Tensor gumbel(at::IntArrayRef keys, int64_t size);
 at::Tensor next_token_probs(const at::Tensor& target, const std::optional<at::Tensor>& draft, const at::Tensor& tokens,
                             const at::Tensor& num_accepted, const at::Tensor& lens);
 at::Tensor sample_inverse_cdf(const at::Tensor& probs, at::ArrayRef<double> heights);

@@ -543,16 +543,6 @@ std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, const at:
   return {token_ids, probs};
 }
 
-// keys [N] -> float32 [N, size]: Gumbel noise of each token.
-at::Tensor gumbel(at::IntArrayRef keys, int64_t size) {
-  at::Tensor noise = at::empty({static_cast<int64_t>(keys.size()), size}, at::kFloat);
-  float* out = noise.mutable_data_ptr<float>();
-  parallel_for(0, noise.numel(), kShared / 16, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) out[i] = noise_of(noise_word(keys[i / size], i % size));
-  });
-  return noise;
-}
-
 // target [B, N + 1, V], draft [B, N, V] or none for point masses at tokens [B, N]; num_accepted and lens [B] -> [B, V]: the
 // distribution of the token after the accepted drafts, which is the residual of the target's row if a draft was rejected.
 at::Tensor next_token_probs(const at::Tensor& target, const std::optional<at::Tensor>& draft, const at::Tensor& tokens,

@@ -40,15 +40,8 @@ def uniforms(key: int, count: int) -> list[float]:
 
 def gumbel(keys: Sequence[int], size: int, device: torch.device) -> Tensor:
     """Return Gumbel noise float32 [N, size] of N signed keys: entry i is from the bits ``mix(key + (i + 1) * GOLDEN)``."""
-    if not native.serves(device):
-        return reference_gumbel(keys, size, device)
-    return torch.ops.outrider.gumbel(keys, size)
-
-
-def reference_gumbel(keys: Sequence[int], size: int, device: torch.device) -> Tensor:
-    """Compute ``gumbel`` in int64 arithmetic, which wraps."""
     steps = torch.arange(1, size + 1, device=device) * signed(GOLDEN)
-    word = torch.tensor(keys, device=device)[:, None] + steps
+    word = torch.tensor(keys, device=device)[:, None] + steps  # int64 arithmetic wraps
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         word = (word ^ ((word >> shift) & ((1 << (64 - shift)) - 1))) * signed(factor)
     uniform = (((word >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52  # strictly inside (0, 1)
