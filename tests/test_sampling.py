@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from outrider.sampling import InvalidLogits, Sampler, penalties
 from outrider.sampling.grammar_masks import token_mask
 from outrider.sampling.min_tokens import check_masks
 from outrider.sampling.penalties import Penalties, path_mask
-from outrider.sampling.randomness import GOLDEN, gumbel, mix, reference_sample_inverse_cdf, sample_inverse_cdf
+from outrider.sampling.randomness import GOLDEN, gumbel, mix, sample_inverse_cdf
 from outrider.sampling.shaping import Shaping
 from outrider.types import OutriderError, Request, SamplingParams
 
@@ -413,18 +413,24 @@ def test_draws_follow_the_probabilities_and_never_take_an_impossible_token() -> 
         assert chi_square(draws, LAW) < LIMIT
 
 
-@pytest.mark.parametrize("search", [sample_inverse_cdf, reference_sample_inverse_cdf])
+@pytest.fixture(params=[True, False])
+def with_and_without_cpp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run with the operators in C++ and without."""
+    if not request.param:
+        monkeypatch.setattr(native, "serves", lambda device: False)
+
+
+@pytest.mark.usefixtures("with_and_without_cpp")
 @pytest.mark.parametrize("probs", [LAW, LAW.double() * 0.7, torch.cat([LAW.expand(40, -1).flatten(), torch.zeros(70)]) / 40])
-def test_extreme_uniform_numbers_never_select_impossible_tokens(
-    search: Callable[[Tensor, list[float]], Tensor], probs: Tensor
-) -> None:
+def test_extreme_uniform_numbers_never_select_impossible_tokens(probs: Tensor) -> None:
     possible = probs.nonzero().flatten().tolist()
     for height, expected in ((0.0, possible[0]), (1 - 2.0**-53, possible[-1])):
-        assert search(probs[None], [height]).tolist() == [expected]
+        assert sample_inverse_cdf(probs[None], [height]).tolist() == [expected]
 
 
+@pytest.mark.usefixtures("with_and_without_cpp")
 def test_sample_inverse_cdf_matches_the_cumulative_sum() -> None:
-    """The blockwise search compared with one float64 sum, except at heights where rounding decides."""
+    """Compared with one float64 sum, except at heights where rounding decides."""
     generator = torch.Generator().manual_seed(0)
     for vocab in (1, 63, 64, 65, 500, 4096):
         probs = torch.softmax(4 * torch.randn(50, vocab, generator=generator), dim=-1)
@@ -435,7 +441,6 @@ def test_sample_inverse_cdf_matches_the_cumulative_sum() -> None:
         assert sure.sum() > 40
         given = heights.flatten().tolist()
         assert torch.equal(sample_inverse_cdf(probs, given)[sure], (cumulative <= heights).sum(-1)[sure])
-        assert torch.equal(sample_inverse_cdf(probs, given)[sure], reference_sample_inverse_cdf(probs, given)[sure])
 
 
 def test_bernoulli_follows_its_probabilities_including_0_and_1() -> None:

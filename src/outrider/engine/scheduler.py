@@ -191,7 +191,7 @@ class Scheduler:
     def commit(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
         """Append a round's tokens up to the one where plain decoding would stop. Return these and the text they complete.
 
-        If the tokenizer fails to decode them, none is appended and the request ends with an error and the text of earlier rounds.
+        If the tokenizer fails to decode them, none is appended: the request ends with an error and the text held back before.
         """
         held = "" if entry.scanner is None else entry.scanner.held
         try:

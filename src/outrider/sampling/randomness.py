@@ -53,13 +53,8 @@ def sample_inverse_cdf(probs: Tensor, heights: Sequence[float]) -> Tensor:
 
     Heights are in [0, 1). A token with probability 0 is never returned.
     """
-    if not native.serves(probs.device):
-        return reference_sample_inverse_cdf(probs, heights)
-    return torch.ops.outrider.sample_inverse_cdf(probs, heights)
-
-
-def reference_sample_inverse_cdf(probs: Tensor, heights: Sequence[float]) -> Tensor:
-    """Compute ``sample_inverse_cdf`` with one cumulative sum over all tokens."""
+    if native.serves(probs.device):
+        return torch.ops.outrider.sample_inverse_cdf(probs, heights)
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     height = torch.tensor(heights, dtype=torch.float64, device=probs.device).unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, height, right=True).squeeze(-1)
