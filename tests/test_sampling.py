@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from outrider.sampling import InvalidLogits, Sampler, penalties
 from outrider.sampling.grammar_masks import token_mask
 from outrider.sampling.min_tokens import check_masks
 from outrider.sampling.penalties import Penalties, path_mask
-from outrider.sampling.randomness import GOLDEN, gumbel, mix, reference_gumbel, reference_sample_inverse_cdf, sample_inverse_cdf
+from outrider.sampling.randomness import GOLDEN, gumbel, mix, sample_inverse_cdf
 from outrider.sampling.shaping import Shaping
 from outrider.types import OutriderError, Request, SamplingParams
 
@@ -181,13 +181,13 @@ def test_a_continued_sampler_equals_a_new_one() -> None:
 
 def test_another_batch_and_parts_of_one_count_no_text_again(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    count = Penalties._count
+    update = penalties._Counted.update
 
-    def noting(self: Penalties, state: Any) -> None:
+    def noting(state: Any) -> None:
         counted.append(len(state.request.token_ids) - state.num_tokens)
-        count(self, state)
+        update(state)
 
-    monkeypatch.setattr(Penalties, "_count", noting)
+    monkeypatch.setattr(penalties._Counted, "update", noting)
     params = replace(SETTINGS[-1], temperature=1.0)
     requests, logits = [request_of(params, seed) for seed in range(3)], random_logits(3, 1)
     kept = Sampler(requests, VOCAB)
@@ -413,18 +413,24 @@ def test_draws_follow_the_probabilities_and_never_take_an_impossible_token() -> 
         assert chi_square(draws, LAW) < LIMIT
 
 
-@pytest.mark.parametrize("search", [sample_inverse_cdf, reference_sample_inverse_cdf])
+@pytest.fixture(params=[True, False])
+def with_and_without_cpp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run with the operators in C++ and without."""
+    if not request.param:
+        monkeypatch.setattr(native, "serves", lambda device: False)
+
+
+@pytest.mark.usefixtures("with_and_without_cpp")
 @pytest.mark.parametrize("probs", [LAW, LAW.double() * 0.7, torch.cat([LAW.expand(40, -1).flatten(), torch.zeros(70)]) / 40])
-def test_extreme_uniform_numbers_never_select_impossible_tokens(
-    search: Callable[[Tensor, list[float]], Tensor], probs: Tensor
-) -> None:
+def test_extreme_uniform_numbers_never_select_impossible_tokens(probs: Tensor) -> None:
     possible = probs.nonzero().flatten().tolist()
     for height, expected in ((0.0, possible[0]), (1 - 2.0**-53, possible[-1])):
-        assert search(probs[None], [height]).tolist() == [expected]
+        assert sample_inverse_cdf(probs[None], [height]).tolist() == [expected]
 
 
+@pytest.mark.usefixtures("with_and_without_cpp")
 def test_sample_inverse_cdf_matches_the_cumulative_sum() -> None:
-    """The blockwise search compared with one float64 sum, except at heights where rounding decides."""
+    """Compared with one float64 sum, except at heights where rounding decides."""
     generator = torch.Generator().manual_seed(0)
     for vocab in (1, 63, 64, 65, 500, 4096):
         probs = torch.softmax(4 * torch.randn(50, vocab, generator=generator), dim=-1)
@@ -435,7 +441,6 @@ def test_sample_inverse_cdf_matches_the_cumulative_sum() -> None:
         assert sure.sum() > 40
         given = heights.flatten().tolist()
         assert torch.equal(sample_inverse_cdf(probs, given)[sure], (cumulative <= heights).sum(-1)[sure])
-        assert torch.equal(sample_inverse_cdf(probs, given)[sure], reference_sample_inverse_cdf(probs, given)[sure])
 
 
 def test_bernoulli_follows_its_probabilities_including_0_and_1() -> None:
@@ -508,13 +513,12 @@ def test_uncoupled_tokens_are_draws_from_the_probs() -> None:
     assert torch.equal(Sampler(requests, 9).tokens(logits[:, 1:], start=1)[:, 0], token_ids[:, 1])
 
 
-@pytest.mark.parametrize("noise_of", [gumbel, reference_gumbel])
-def test_mix_is_splitmix64_and_the_noise_is_its_vectorised_form(noise_of: Callable[..., Tensor]) -> None:
+def test_mix_is_splitmix64_and_the_noise_is_its_vectorised_form() -> None:
     assert mix(GOLDEN) == 0xE220A8397B1DCDAF  # first output of splitmix64 with seed 0
     keys, size = [12345, -6], 40
     words = [[mix(key + (token + 1) * GOLDEN) >> 12 for token in range(size)] for key in keys]
     expected = [[-math.log(-math.log((word + 0.5) * 2.0**-52)) for word in row] for row in words]
-    torch.testing.assert_close(noise_of(keys, size, torch.device("cpu")), torch.tensor(expected), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gumbel(keys, size, torch.device("cpu")), torch.tensor(expected), rtol=1e-6, atol=1e-7)
 
 
 # coupled noise
@@ -697,13 +701,9 @@ def test_a_bias_of_minus_infinity_is_a_ban_for_grammars_too():
 def test_penalties_move_drafts_made_on_the_cpu_to_the_logits(parents, monkeypatch):
     """On a GPU: torch without CUDA has no tensors there, so the meta device stands in, and only the call is checked."""
     devices = []
-
-    def note(logits, seen, counts, drafts, tree, start, factors):
-        devices.extend(each.device.type for each in (logits, drafts, tree) if each is not None)
-
-    monkeypatch.setattr(Penalties, "_count", lambda *args: None)
-    monkeypatch.setattr(penalties, "reference_penalise_", note)
+    monkeypatch.setattr(penalties._Counted, "penalise_", lambda _, *inputs: devices.extend(each.device.type for each in inputs))
     request = make_request([1, 2, 3], SamplingParams(repetition_penalty=1.5), num_prompt=2)
     counted = Penalties([request], 20, torch.device("meta"))
+    monkeypatch.setattr(penalties._Counted, "update", lambda _: None)
     counted.apply_(torch.zeros(1, 3, 20, device="meta"), torch.tensor([[4, 5]]), parents, 0, [3])
-    assert len(devices) >= 2 and set(devices) == {"meta"}
+    assert devices == ["meta"] * 3

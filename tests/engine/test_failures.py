@@ -456,6 +456,26 @@ def test_a_tokenizer_that_fails_ends_only_its_request(params, kind):
     assert runner.cached == {}
 
 
+@pytest.mark.parametrize("per_round", [1, 2])
+def test_text_that_may_begin_a_stop_string_is_returned_if_a_later_token_cannot_be_decoded(per_round):
+    """Text of tokens that were not committed is not returned."""
+
+    class Decoder:
+        def __init__(self, *_):
+            self.texts = iter(["a", "E", "N"])
+
+        def feed(self, token_ids):
+            return "".join([next(self.texts, None) or [].pop() for _ in token_ids])
+
+    runner = TableRunner()
+    proposer = oracle(runner, 1) if per_round == 2 else None
+    found = run(make_engine(proposer, per_round - 1, runner=runner, detokenizer=Decoder), requests(stop=("END",))[:1])
+    text = "".join(emission.text for emission in found["r0"])
+    num_tokens = sum(len(emission.token_ids) for emission in found["r0"])
+    assert found["r0"][-1].finish_reason == "error"
+    assert (num_tokens, text) == {1: (3, "aEN"), 2: (2, "aE")}[per_round]
+
+
 def test_nothing_is_kept_of_requests_that_ended_in_an_interrupted_round():
     engine = make_engine()
     for request in requests(max_tokens=1):

@@ -120,23 +120,23 @@ class StopScanner:
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
         """``keeps_stop``: whether the stop string is part of the text that it ends."""
         self._stops, self._keeps_stop = tuple(stops), keeps_stop
-        self._held = ""
+        self.held = ""  # text that may be the beginning of a stop string
         self.stopped_by: str | None = None
 
     def feed(self, text: str, may_stop: bool = True) -> str:
         """Return the text that is safe to emit; ``stopped_by`` is set when ``text`` completes a stop string and may stop."""
-        old, text = len(self._held), self._held + text
+        old, text = len(self.held), self.held + text
         found = [(at, stop) for stop in self._stops if (at := text.find(stop, max(old + 1 - len(stop), 0))) >= 0]
         if found and may_stop:
             at, self.stopped_by = min(found)
-            self._held = ""
+            self.held = ""
             return text[: at + len(self.stopped_by) if self._keeps_stop else at]
         keep = max(self._overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
+        self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held, self.held = self.held, ""
         return held
 
     @staticmethod

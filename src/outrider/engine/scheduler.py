@@ -191,8 +191,9 @@ class Scheduler:
     def commit(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
         """Append a round's tokens up to the one where plain decoding would stop. Return these and the text they complete.
 
-        If the tokenizer fails to decode them, none is appended and the request ends with an error.
+        If the tokenizer fails to decode them, none is appended: the request ends with an error and the text held back before.
         """
+        held = "" if entry.scanner is None else entry.scanner.held
         try:
             if entry.scanner is None:
                 kept, text = self._commit_ids(entry, token_ids)
@@ -204,7 +205,8 @@ class Scheduler:
             problem = f"its tokenizer cannot decode tokens {token_ids}: {type(error).__name__}: {one_line(str(error))}"
             entry.error = f"{TARGET_FAILED}: {problem}"
             entry.detokenizer = None
-            return [], self.finish(entry, "error")
+            self.finish(entry, "error")
+            return [], held
         entry.request.token_ids.extend(kept)
         if entry.finish_reason is not None:
             text += self.finish(entry, entry.finish_reason)

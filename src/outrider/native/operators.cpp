@@ -27,17 +27,9 @@ TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def("shape_probs(Tensor scores, Tensor settings, int[] counts) -> (Tensor, int[])", shape_probs);
   library.def("choose(Tensor scores, Tensor settings, int[] keys, int[] counts) -> (Tensor, int[])", choose);
   library.def("likeliest(Tensor scores, Tensor settings, int[] keys, int top_k, int num_noisy) -> (Tensor, Tensor)", likeliest);
-  library.def("gumbel(int[] keys, int size) -> Tensor", gumbel);
   library.def("next_token_probs(Tensor target, Tensor? draft, Tensor tokens, Tensor num_accepted, Tensor lens) -> Tensor",
               next_token_probs);
   library.def("sample_inverse_cdf(Tensor probs, float[] heights) -> Tensor", sample_inverse_cdf);
-  library.def(
-      "penalise_(Tensor(a!) logits, Tensor ids, int num_ids, Tensor counts, Tensor? drafts, Tensor? parents, int start,"
-      " float repetition, float presence, float frequency) -> ()",
-      penalise_);
-  library.def(
-      "count_tokens(Tensor tokens, int num_prompt, Tensor(a!) ids, int num_ids, Tensor(b!) seen, Tensor(c!) counts) -> int",
-      count_tokens);
   library.def("fill_blocks(Tensor codes, Tensor scales, Tensor? offsets, int group, Tensor(a!) packed) -> ()", fill_blocks);
   library.def("pack_blocks(Tensor weight, int bits, Tensor(a!) packed) -> ()", pack_blocks);
   library.def("repack_blocks(Tensor packed, int inputs, int bits, Tensor(a!) rounded) -> ()", repack_blocks);

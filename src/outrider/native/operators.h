@@ -58,12 +58,8 @@ std::tuple<at::Tensor, std::vector<int64_t>> choose(const at::Tensor& scores, co
                                                     at::IntArrayRef counts);
 std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef keys, int64_t top_k,
                                              int64_t num_noisy);
-at::Tensor gumbel(at::IntArrayRef keys, int64_t size);
 at::Tensor next_token_probs(const at::Tensor& target, const std::optional<at::Tensor>& draft, const at::Tensor& tokens,
                             const at::Tensor& num_accepted, const at::Tensor& lens);
 at::Tensor sample_inverse_cdf(const at::Tensor& probs, at::ArrayRef<double> heights);
-void penalise_(at::Tensor logits, const at::Tensor& ids, int64_t num_ids, const at::Tensor& counts, const std::optional<at::Tensor>& drafts,
-               const std::optional<at::Tensor>& parents, int64_t start, double repetition, double presence, double frequency);
-int64_t count_tokens(const at::Tensor& tokens, int64_t num_prompt, at::Tensor ids, int64_t num_ids, at::Tensor seen, at::Tensor counts);
 
 }  // namespace outrider

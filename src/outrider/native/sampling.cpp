@@ -4,7 +4,6 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include "operators.h"
 #include "threads.h"
@@ -111,6 +110,17 @@ T peak_of(const T* row, int64_t size) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
+// The sum of each(i) for i < size.
+template <typename T, typename Each>
+T sum_lanes(int64_t size, const Each& each) {
+  T lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes)
+    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += each(i + j);
+  for (; i < size; ++i) lanes[0] += each(i);
+  return std::accumulate(lanes, lanes + kLanes, T(0));
+}
+
 // The first token of the highest value; -1 for a row with NaN, +inf or only -inf.
 template <typename T>
 int64_t first_peak(const T* row, int64_t size) {
@@ -139,17 +149,9 @@ template <typename T>
 bool softmax_row(const T* row, T* out, int64_t size, T temperature) {
   const T scale = 1 / temperature, peak = peak_of(row, size) * scale;
   if (!std::isfinite(peak)) return false;
-  T lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes)
-    for (int64_t j = 0; j < kLanes; ++j) {
-      out[i + j] = exp_of(row[i + j] * scale - peak);
-      lanes[j] += out[i + j];
-    }
-  for (; i < size; ++i) lanes[0] += out[i] = exp_of(row[i] * scale - peak);
-  const T total = std::accumulate(lanes, lanes + kLanes, T(0));
+  const T total = sum_lanes<T>(size, [=](int64_t i) { return out[i] = exp_of(row[i] * scale - peak); });
   if (!std::isfinite(total)) return false;
-  for (i = 0; i < size; ++i) out[i] /= total;
+  for (int64_t i = 0; i < size; ++i) out[i] /= total;
   return true;
 }
 
@@ -189,33 +191,35 @@ void truncate_row(T* row, int64_t size, int64_t top_k, double top_p, double min_
 // `setting`: temperature, top_k, top_p and min_p.
 inline bool truncates(const double* setting) { return setting[1] > 0 || setting[2] < 1 || setting[3] > 0; }
 
-// Row r belongs to request r / width, whose settings are temperature (0: the argmax), top_k, top_p and min_p. The first counts[b]
-// rows of each request are processed; `out` is unchanged in the others, and in rows with NaN, +inf or only -inf: `invalid` is 1 there.
+// out = the row's distribution: one-hot at the argmax for temperature 0. Returns false for a row with NaN, +inf or only -inf.
 template <typename T>
-void shape_rows(const T* logits, T* out, int64_t num_rows, int64_t size, const double* settings, int64_t width, const int64_t* counts,
-                char* invalid) {
-  parallel_for(0, num_rows, 1 + kShared / size, [&](int64_t begin, int64_t end) {
-    std::vector<T> found, maxima;
-    for (int64_t r = begin; r < end; ++r) {
-      if (r % width >= counts[r / width]) continue;
-      const double* setting = settings + r / width * 4;
-      const T* row = logits + r * size;
-      T* result = out + r * size;
-      if (setting[0] == 0) {
-        const int64_t first = first_peak(row, size);
-        if (first < 0) {
-          invalid[r] = 1;
-          continue;
-        }
-        std::fill(result, result + size, T(0));
-        result[first] = 1;
-      } else if (!softmax_row(row, result, size, static_cast<T>(setting[0]))) {
-        invalid[r] = 1;
-      } else if (truncates(setting)) {
-        found.resize(size + 1);
-        truncate_row(result, size, static_cast<int64_t>(setting[1]), setting[2], setting[3], found, maxima);
-      }
-    }
+bool shape_row(const T* row, T* out, int64_t size, const double* setting, std::vector<T>* scratch) {
+  if (setting[0] == 0) {
+    const int64_t first = first_peak(row, size);
+    if (first < 0) return false;
+    std::fill(out, out + size, T(0));
+    out[first] = 1;
+    return true;
+  }
+  if (!softmax_row(row, out, size, static_cast<T>(setting[0]))) return false;
+  if (truncates(setting)) {
+    scratch[0].resize(size + 1);
+    truncate_row(out, size, static_cast<int64_t>(setting[1]), setting[2], setting[3], scratch[0], scratch[1]);
+  }
+  return true;
+}
+
+// Calls body(r, row, setting, scratch) for the first counts[b] rows r of each request b (no counts: for all), whose setting is
+// temperature, top_k, top_p and min_p. `scratch` [3]: memory that later rows reuse.
+template <typename T, typename Body>
+void each_row(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef counts, const Body& body) {
+  const int64_t width = scores.size(1), size = scores.size(2);
+  const T* rows = scores.const_data_ptr<T>();
+  const double* of_requests = settings.const_data_ptr<double>();
+  parallel_for(0, scores.size(0) * width, 1 + kShared / size, [&](int64_t begin, int64_t end) {
+    std::vector<T> scratch[3];
+    for (int64_t r = begin; r < end; ++r)
+      if (counts.empty() || r % width < counts[r / width]) body(r, rows + r * size, of_requests + r / width * 4, scratch);
   });
 }
 
@@ -232,21 +236,10 @@ void next_token_rows(const T* target, const T* draft, const int64_t* tokens, con
       T* left = out + b * size;
       std::copy(row, row + size, left);
       if (accepted >= lens[b]) continue;
-      T lanes[kLanes] = {};
-      if (draft) {
-        const T* taken = draft + node * size;
-        int64_t i = 0;
-        for (; i + kLanes <= size; i += kLanes)
-          for (int64_t j = 0; j < kLanes; ++j) {
-            const T excess = row[i + j] - taken[i + j];
-            lanes[j] += left[i + j] = excess > 0 ? excess : 0;
-          }
-        for (; i < size; ++i) lanes[0] += left[i] = row[i] > taken[i] ? row[i] - taken[i] : 0;
-      } else {
-        left[tokens[node]] = 0;
-        for (int64_t i = 0; i < size; ++i) lanes[i % kLanes] += left[i];
-      }
-      const T total = std::accumulate(lanes, lanes + kLanes, T(0));
+      const T* taken = draft ? draft + node * size : nullptr;
+      if (!draft) left[tokens[node]] = 0;
+      const T total = draft ? sum_lanes<T>(size, [=](int64_t i) { return left[i] = std::max(T(0), row[i] - taken[i]); })
+                            : sum_lanes<T>(size, [=](int64_t i) { return left[i]; });
       if (!(total > 0)) std::copy(row, row + size, left);
       const T scale = total > 0 ? total : T(1);
       for (int64_t i = 0; i < size; ++i) left[i] /= scale;
@@ -286,45 +279,6 @@ void inverse_cdf_rows(const T* rows, int64_t num_rows, int64_t size, int64_t str
       token_ids[r] = taken;
     }
   });
-}
-
-struct Factors {
-  double repetition, presence, frequency;
-};
-
-template <typename T>
-T penalised(T score, float count, const Factors& factors) {
-  const T repetition = static_cast<T>(factors.repetition);
-  score = score > 0 ? score / repetition : score * repetition;
-  return score - static_cast<T>(factors.presence) * (count > 0) - static_cast<T>(factors.frequency) * static_cast<T>(count);
-}
-
-// rows [width, size], of which row j follows draft start + j - 1. Its context is the output and prompt, with the distinct tokens
-// `ids` and their `counts` [size] in the output, and the drafts on its path (`parents` null: a chain).
-template <typename T>
-void penalise_rows(T* rows, int64_t width, int64_t size, const int64_t* ids, int64_t num_ids, const float* counts,
-                   const int64_t* drafts, const int64_t* parents, int64_t start, const Factors& factors) {
-  struct Drafted {
-    int64_t token;
-    T score;
-    float count;
-  };
-  std::vector<Drafted> path;
-  for (int64_t j = 0; j < width; ++j) {
-    T* row = rows + j * size;
-    path.clear();
-    for (int64_t node = start + j - 1; node >= 0; node = parents ? std::min(parents[node], node - 1) : node - 1) {
-      const int64_t token = drafts[node];
-      if (token < 0 || token >= size) continue;  // padding
-      const auto same = std::find_if(path.begin(), path.end(), [token](const Drafted& d) { return d.token == token; });
-      if (same != path.end())
-        same->count += 1;
-      else
-        path.push_back({token, row[token], counts[token] + 1});
-    }
-    for (int64_t i = 0; i < num_ids; ++i) row[ids[i]] = penalised(row[ids[i]], counts[ids[i]], factors);
-    for (const Drafted& d : path) row[d.token] = penalised(d.score, d.count, factors);
-  }
 }
 
 // The 64 random bits of a token, which randomness.mix computes from `key + (token + 1) * GOLDEN`.
@@ -438,12 +392,7 @@ void fill_invalid(int64_t top_k, std::vector<Best<T>>& found) {
 template <typename T>
 T best_prob(const T* row, int64_t size, int64_t best) {
   const T peak = row[best];
-  T lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes)
-    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += exp_of(row[i + j] - peak);
-  for (; i < size; ++i) lanes[0] += exp_of(row[i] - peak);
-  return 1 / std::accumulate(lanes, lanes + kLanes, T(0));
+  return 1 / sum_lanes<T>(size, [=](int64_t i) { return exp_of(row[i] - peak); });
 }
 
 // The `top_k` highest probabilities of softmax(row), a valid row with the highest value at `first`: `found`, in order.
@@ -491,58 +440,54 @@ void likeliest_noisy(const T* row, int64_t size, const double* setting, uint64_t
 }
 
 // The indices of marks that are not 0.
-std::vector<int64_t> marked(const char* marks, int64_t size) {
+std::vector<int64_t> marked(const std::vector<char>& marks) {
   std::vector<int64_t> found;
-  for (int64_t i = 0; i < size; ++i)
+  for (size_t i = 0; i < marks.size(); ++i)
     if (marks[i]) found.push_back(i);
   return found;
 }
 
-const int64_t* ids_of(const std::optional<at::Tensor>& ids) { return ids.has_value() ? ids->const_data_ptr<int64_t>() : nullptr; }
+void check_rows(const char* name, const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef keys, at::IntArrayRef counts) {
+  const int64_t batch = scores.size(0), num_keys = keys.size(), num_counts = counts.size();
+  TORCH_CHECK(scores.is_contiguous() && settings.is_contiguous() && settings.numel() == 4 * batch &&
+                  (keys.empty() || num_keys == batch * scores.size(1)) && (counts.empty() || num_counts == batch),
+              name, ": settings ", settings.sizes(), ", ", num_keys, " keys and ", num_counts, " counts for scores ", scores.sizes());
+}
 
 }  // namespace
 
 // scores [B, M, V], settings float64 [B, 4] of temperature, top_k, top_p and min_p -> probabilities [B, M, V] and the numbers of rows
 // with NaN, +inf or only -inf. Only the first counts[b] rows of request b are processed: the others are undefined.
 std::tuple<at::Tensor, std::vector<int64_t>> shape_probs(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef counts) {
-  const int64_t batch = scores.size(0), width = scores.size(1), size = scores.size(2);
-  TORCH_CHECK(scores.is_contiguous() && settings.is_contiguous() && settings.numel() == 4 * batch &&
-                  static_cast<int64_t>(counts.size()) == batch,
-              "shape_probs: settings ", settings.sizes(), " for scores ", scores.sizes());
+  check_rows("shape_probs", scores, settings, {}, counts);
+  const int64_t size = scores.size(2);
   at::Tensor probs = scores.new_empty(scores.sizes());
-  std::vector<char> invalid(batch * width);
+  std::vector<char> invalid(scores.size(0) * scores.size(1));
   AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "shape_probs", [&] {
-    shape_rows(scores.const_data_ptr<scalar_t>(), probs.mutable_data_ptr<scalar_t>(), batch * width, size,
-               settings.const_data_ptr<double>(), width, counts.data(), invalid.data());
+    scalar_t* out = probs.mutable_data_ptr<scalar_t>();
+    each_row<scalar_t>(scores, settings, counts, [&](int64_t r, const scalar_t* row, const double* setting, auto* scratch) {
+      invalid[r] = !shape_row(row, out + r * size, size, setting, scratch);
+    });
   });
-  return {probs, marked(invalid.data(), batch * width)};
+  return {probs, marked(invalid)};
 }
 
 // scores [B, M, V], settings as above, keys of the noise [B * M] (none: all temperatures are 0) -> int64 [B, M], each row's token in a
 // deterministic round, and the numbers of invalid rows as above. Rows that are not processed have token 0.
 std::tuple<at::Tensor, std::vector<int64_t>> choose(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef keys,
                                                     at::IntArrayRef counts) {
-  const int64_t batch = scores.size(0), width = scores.size(1), size = scores.size(2);
-  TORCH_CHECK(scores.is_contiguous() && settings.is_contiguous() && settings.numel() == 4 * batch &&
-                  static_cast<int64_t>(counts.size()) == batch && (keys.empty() || static_cast<int64_t>(keys.size()) == batch * width),
-              "choose: settings ", settings.sizes(), " and ", keys.size(), " keys for scores ", scores.sizes());
-  at::Tensor token_ids = scores.new_zeros({batch, width}, at::kLong);
-  std::vector<char> invalid(batch * width);
-  const double* setting = settings.const_data_ptr<double>();
+  check_rows("choose", scores, settings, keys, counts);
+  at::Tensor token_ids = scores.new_zeros({scores.size(0), scores.size(1)}, at::kLong);
+  std::vector<char> invalid(token_ids.numel());
   int64_t* chosen = token_ids.mutable_data_ptr<int64_t>();
   AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "choose", [&] {
-    const scalar_t* rows = scores.const_data_ptr<scalar_t>();
-    parallel_for(0, batch * width, 1 + kShared / size, [&](int64_t begin, int64_t end) {
-      std::vector<scalar_t> scratch[3];
-      for (int64_t r = begin; r < end; ++r) {
-        if (r % width >= counts[r / width]) continue;
-        const int64_t token = choose_in(rows + r * size, size, setting + r / width * 4, keys.empty() ? 0 : keys[r], scratch);
-        invalid[r] = token < 0;
-        chosen[r] = std::max<int64_t>(token, 0);
-      }
+    each_row<scalar_t>(scores, settings, counts, [&](int64_t r, const scalar_t* row, const double* setting, auto* scratch) {
+      const int64_t token = choose_in(row, scores.size(2), setting, keys.empty() ? 0 : keys[r], scratch);
+      invalid[r] = token < 0;
+      chosen[r] = std::max<int64_t>(token, 0);
     });
   });
-  return {token_ids, marked(invalid.data(), batch * width)};
+  return {token_ids, marked(invalid)};
 }
 
 // scores, settings and keys as above -> the K likeliest tokens int64 [B, M, K] of each row in a deterministic round, the first of equal
@@ -550,48 +495,29 @@ std::tuple<at::Tensor, std::vector<int64_t>> choose(const at::Tensor& scores, co
 // values with noise. NaN for a row with NaN, +inf or only -inf.
 std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef keys, int64_t top_k,
                                              int64_t num_noisy) {
-  const int64_t batch = scores.size(0), width = scores.size(1), size = scores.size(2);
-  TORCH_CHECK(scores.is_contiguous() && settings.is_contiguous() && settings.numel() == 4 * batch &&
-                  (keys.empty() || static_cast<int64_t>(keys.size()) == batch * width) && top_k > 0 && top_k <= num_noisy && top_k <= size,
-              "likeliest: ", top_k, " of scores ", scores.sizes(), " with settings ", settings.sizes(), " and ", keys.size(), " keys");
-  at::Tensor token_ids = scores.new_empty({batch, width, top_k}, at::kLong), probs = scores.new_empty({batch, width, top_k});
-  const double* setting = settings.const_data_ptr<double>();
+  check_rows("likeliest", scores, settings, keys, {});
+  const int64_t size = scores.size(2);
+  TORCH_CHECK(top_k > 0 && top_k <= num_noisy && top_k <= size, "likeliest: ", top_k, " of ", size, " tokens, ", num_noisy, " with noise");
+  at::Tensor token_ids = scores.new_empty({scores.size(0), scores.size(1), top_k}, at::kLong), probs = scores.new_empty(token_ids.sizes());
   int64_t* ids = token_ids.mutable_data_ptr<int64_t>();
   AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "likeliest", [&] {
-    const scalar_t* rows = scores.const_data_ptr<scalar_t>();
     scalar_t* out = probs.mutable_data_ptr<scalar_t>();
-    parallel_for(0, batch * width, 1 + kShared / size, [&](int64_t begin, int64_t end) {
-      std::vector<scalar_t> scratch[3];
+    each_row<scalar_t>(scores, settings, {}, [&](int64_t r, const scalar_t* row, const double* setting, auto* scratch) {
       std::vector<Best<scalar_t>> found;
-      for (int64_t r = begin; r < end; ++r) {
-        const scalar_t* row = rows + r * size;
-        const double* own = setting + r / width * 4;
-        const int64_t first = first_peak(row, size);
-        found.clear();
-        if (first < 0)
-          fill_invalid(top_k, found);
-        else if (keys.empty() || own[0] == 0)
-          likeliest_in(row, size, top_k, first, found, scratch);
-        else
-          likeliest_noisy(row, size, own, keys[r], top_k, std::min(num_noisy, size), first, found, scratch);
-        for (int64_t k = 0; k < top_k; ++k) {
-          ids[r * top_k + k] = found[k].token;
-          out[r * top_k + k] = found[k].value;
-        }
+      const int64_t first = first_peak(row, size);
+      if (first < 0)
+        fill_invalid(top_k, found);
+      else if (keys.empty() || setting[0] == 0)
+        likeliest_in(row, size, top_k, first, found, scratch);
+      else
+        likeliest_noisy(row, size, setting, keys[r], top_k, std::min(num_noisy, size), first, found, scratch);
+      for (int64_t k = 0; k < top_k; ++k) {
+        ids[r * top_k + k] = found[k].token;
+        out[r * top_k + k] = found[k].value;
       }
     });
   });
   return {token_ids, probs};
-}
-
-// keys [N] -> float32 [N, size]: Gumbel noise of each token.
-at::Tensor gumbel(at::IntArrayRef keys, int64_t size) {
-  at::Tensor noise = at::empty({static_cast<int64_t>(keys.size()), size}, at::kFloat);
-  float* out = noise.mutable_data_ptr<float>();
-  parallel_for(0, noise.numel(), kShared / 16, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) out[i] = noise_of(noise_word(keys[i / size], i % size));
-  });
-  return noise;
 }
 
 // target [B, N + 1, V], draft [B, N, V] or none for point masses at tokens [B, N]; num_accepted and lens [B] -> [B, V]: the
@@ -621,36 +547,6 @@ at::Tensor sample_inverse_cdf(const at::Tensor& probs, at::ArrayRef<double> heig
                      token_ids.mutable_data_ptr<int64_t>());
   });
   return token_ids;
-}
-
-// Apply one request's penalties to logits [M, V], in place. Its tokens are ids[:num_ids] without repetition, with counts [V] in the
-// output; drafts [N] and, for a tree, parents [N] precede the rows, the first of which follows draft start - 1.
-void penalise_(at::Tensor logits, const at::Tensor& ids, int64_t num_ids, const at::Tensor& counts, const std::optional<at::Tensor>& drafts,
-               const std::optional<at::Tensor>& parents, int64_t start, double repetition, double presence, double frequency) {
-  const int64_t width = logits.size(0), size = logits.size(1);
-  TORCH_CHECK(logits.is_contiguous() && (!drafts.has_value() || drafts->is_contiguous()) && (!parents.has_value() || parents->is_contiguous()) &&
-                  counts.numel() == size && num_ids <= ids.numel(),
-              "penalise_: counts ", counts.sizes(), " for logits ", logits.sizes());
-  AT_DISPATCH_FLOATING_TYPES(logits.scalar_type(), "penalise_", [&] {
-    penalise_rows(logits.mutable_data_ptr<scalar_t>(), width, size, ids.const_data_ptr<int64_t>(), num_ids, counts.const_data_ptr<float>(),
-                  ids_of(drafts), ids_of(parents), start, {repetition, presence, frequency});
-  });
-}
-
-// Add committed tokens, of which the first `num_prompt` belong to the prompt, to ids (distinct ones, `num_ids` before), seen [V]
-// and counts [V]. Returns the new number of ids.
-int64_t count_tokens(const at::Tensor& tokens, int64_t num_prompt, at::Tensor ids, int64_t num_ids, at::Tensor seen, at::Tensor counts) {
-  const int64_t* from = tokens.const_data_ptr<int64_t>();
-  int64_t* distinct = ids.mutable_data_ptr<int64_t>();
-  uint8_t* is_seen = seen.mutable_data_ptr<uint8_t>();
-  float* times = counts.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < tokens.numel(); ++i) {
-    TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < seen.numel(), "count_tokens: no token ", from[i]);
-    if (!is_seen[from[i]]) distinct[num_ids++] = from[i];
-    is_seen[from[i]] = 1;
-    if (i >= num_prompt) times[from[i]] += 1;
-  }
-  return num_ids;
 }
 
 }  // namespace outrider

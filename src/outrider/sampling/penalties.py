@@ -1,4 +1,7 @@
-"""Repetition, presence and frequency penalties from the committed and drafted tokens before a row."""
+"""Repetition, presence and frequency penalties from the committed and drafted tokens before a row.
+
+Only the logits of these tokens are read and written: far fewer than the vocabulary's.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider import native
 from outrider.types import Request, ancestor_matrix
 
 
@@ -19,28 +21,58 @@ class _Counted:
     """Token counts of one request's committed tokens."""
 
     request: Request
-    factors: tuple[float, float, float]  # repetition, presence, frequency
-    ids: Tensor  # int64 [V]; the first num_ids are the distinct tokens
-    seen: Tensor  # uint8 [V]
+    seen: Tensor  # float32 [V], 1 for tokens of prompt and output
     counts: Tensor  # float32 [V], in the output
-    num_ids: int = 0
+    ids: Tensor  # int64 [n], the distinct tokens
+    known: set[int]  # the same
     num_tokens: int = 0  # counted so far
 
     @classmethod
     def of(cls, request: Request, vocab_size: int, device: torch.device) -> _Counted:
-        params = request.params
-        return cls(
-            request,
-            (params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
-            torch.empty(vocab_size if native.serves(device) else 0, dtype=torch.long),
-            torch.zeros(vocab_size, dtype=torch.uint8, device=device),
-            torch.zeros(vocab_size, device=device),
-        )
+        seen, ids = torch.zeros(vocab_size, device=device), torch.zeros(0, dtype=torch.long, device=device)
+        return cls(request, seen, seen.clone(), ids, set())
 
     def continued(self, request: Request) -> _Counted:
         """Return a copy for the same request with more tokens."""
-        copies = {name: getattr(self, name).clone() for name in ("ids", "seen", "counts")}
-        return replace(self, request=request, **copies)
+        return replace(self, request=request, seen=self.seen.clone(), counts=self.counts.clone(), known=set(self.known))
+
+    def update(self) -> None:
+        """Count the tokens that were committed since the last call."""
+        text, first = self.request.token_ids, self.num_tokens
+        if first == len(text):
+            return
+        self.num_tokens = len(text)
+        fresh = torch.tensor(text[first:], device=self.seen.device)
+        self.seen[fresh] = 1.0
+        output = fresh[max(self.request.num_prompt_tokens - first, 0) :]
+        self.counts.index_add_(0, output, torch.ones_like(output, dtype=self.counts.dtype))
+        added = set(text[first:]) - self.known
+        self.known |= added
+        self.ids = torch.cat((self.ids, torch.tensor(list(added), dtype=torch.long, device=self.ids.device)))
+
+    def penalise_(self, logits: Tensor, drafts: Tensor, mask: Tensor) -> None:
+        """Apply penalties to logits [M, V], in place. ``mask`` [M, N]: the drafts [N] on the path to each row."""
+        before = logits.index_select(1, drafts)
+        scores = self._penalised(logits.index_select(1, self.ids), None, self.counts[self.ids])
+        logits.scatter_(1, self.ids.expand_as(scores), scores)
+        if len(drafts):
+            drafted = mask @ (drafts.unsqueeze(-1) == drafts).to(mask.dtype)  # [M, N]: how often each draft is on the path
+            scores = self._penalised(before, self.seen[drafts] + drafted, self.counts[drafts] + drafted)
+            logits.scatter_(1, drafts.expand_as(scores), scores)
+
+    def _penalised(self, scores: Tensor, occurs: Tensor | None, times: Tensor) -> Tensor:
+        """Return penalised logits [M, K] of K tokens. ``occurs`` (None: each does) and ``times``: their counts in the context
+        and in the output.
+        """
+        params = self.request.params
+        if params.repetition_penalty != 1.0:
+            repeated = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+            scores = repeated if occurs is None else torch.where(occurs > 0, repeated, scores)
+        if params.presence_penalty:
+            scores = scores - params.presence_penalty * (times > 0).to(scores.dtype)
+        if params.frequency_penalty:
+            scores = scores - params.frequency_penalty * times.to(scores.dtype)
+        return scores
 
 
 class Penalties:
@@ -50,7 +82,6 @@ class Penalties:
         self, requests: Sequence[Request], vocab_size: int, device: torch.device, earlier: Penalties | None = None
     ) -> None:
         """``earlier``: of another batch, whose counts of the same requests are shared."""
-        self._native = native.serves(device)
         known = {} if earlier is None else {counted.request: counted for _, counted in earlier._counted}
         self._counted: list[tuple[int, _Counted]] = [
             (b, known.get(request) or _Counted.of(request, vocab_size, device))
@@ -66,63 +97,20 @@ class Penalties:
         return other
 
     def apply_(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
-        """Apply penalties to the first ``counts[b]`` rows of contiguous logits [B, M, V], in place."""
+        """Apply penalties to the first ``counts[b]`` rows of logits [B, M, V], in place."""
         if start + logits.shape[1] - 1 > (0 if drafts is None else drafts.shape[1]):
             raise ValueError("penalties need the drafts before each row of logits")
         for b, counted in self._counted:
-            self._count(counted)
-            rows = logits[b, : counts[b]]
-            # drafts made from text are on the CPU, also for a target on a GPU
-            draft_ids, parent_ids = (
-                None if each is None else each[b].to(logits.device).contiguous() for each in (drafts, parents)
-            )
-            if self._native:
-                committed = (counted.ids, counted.num_ids, counted.counts)
-                torch.ops.outrider.penalise_(rows, *committed, draft_ids, parent_ids, start, *counted.factors)
+            counted.update()
+            width = counts[b]
+            num_drafts = start + width - 1  # of the last row; later ones may be padding
+            token_ids = counted.ids[:0] if drafts is None else drafts[b, :num_drafts]
+            if parents is None:
+                mask = torch.arange(num_drafts) < torch.arange(start, start + width).unsqueeze(-1)
             else:
-                reference_penalise_(rows, counted.seen, counted.counts, draft_ids, parent_ids, start, counted.factors)
-
-    def _count(self, counted: _Counted) -> None:
-        """Count the tokens that were committed since the last call."""
-        text, first = counted.request.token_ids, counted.num_tokens
-        if first == len(text):
-            return
-        num_prompt = max(counted.request.num_prompt_tokens - first, 0)
-        counted.num_tokens = len(text)
-        fresh = torch.tensor(text[first:], device=counted.seen.device)
-        if self._native:
-            known = (counted.ids, counted.num_ids, counted.seen, counted.counts)
-            counted.num_ids = torch.ops.outrider.count_tokens(fresh, num_prompt, *known)
-            return
-        counted.seen[fresh] = 1
-        output = fresh[num_prompt:]
-        counted.counts.index_add_(0, output, torch.ones_like(output, dtype=counted.counts.dtype))
-
-
-def reference_penalise_(
-    logits: Tensor,  # [M, V]
-    seen: Tensor,  # [V]
-    counts: Tensor,  # [V]
-    drafts: Tensor | None,  # [N]
-    parents: Tensor | None,
-    start: int,
-    factors: tuple[float, float, float],
-) -> None:
-    """Apply one request's penalties in place; reference of ``outrider::penalise_``."""
-    width = logits.shape[0]
-    occurs, times = seen.float().unsqueeze(0), counts.unsqueeze(0)  # [1, V]
-    if drafts is not None and start + width > 1:
-        if parents is None:
-            mask = torch.ones(width, len(drafts), device=drafts.device).tril(start - 1)
-        else:
-            mask = path_mask(parents.unsqueeze(0), start, width)[0].float()
-        drafted = torch.zeros(width, logits.shape[1], device=logits.device)
-        drafted.scatter_add_(-1, drafts.expand(width, -1), mask)
-        occurs, times = occurs + drafted, times + drafted
-    repetition, presence, frequency = factors
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    scores = torch.where(occurs > 0, repeated, logits) - presence * (times > 0).to(logits.dtype)
-    logits.copy_(scores - frequency * times.to(logits.dtype))
+                mask = path_mask(parents[b : b + 1, :num_drafts], start, width)[0]
+            # drafts made from text are on the CPU, also for a target on a GPU
+            counted.penalise_(logits[b, :width], token_ids.to(logits.device), mask.to(logits.device).float())
 
 
 def drafts_before_rows(parents: Tensor | None, start: int, width: int, batch: int) -> list[list[int]]:

@@ -40,15 +40,8 @@ def uniforms(key: int, count: int) -> list[float]:
 
 def gumbel(keys: Sequence[int], size: int, device: torch.device) -> Tensor:
     """Return Gumbel noise float32 [N, size] of N signed keys: entry i is from the bits ``mix(key + (i + 1) * GOLDEN)``."""
-    if not native.serves(device):
-        return reference_gumbel(keys, size, device)
-    return torch.ops.outrider.gumbel(keys, size)
-
-
-def reference_gumbel(keys: Sequence[int], size: int, device: torch.device) -> Tensor:
-    """Compute ``gumbel`` in int64 arithmetic, which wraps."""
     steps = torch.arange(1, size + 1, device=device) * signed(GOLDEN)
-    word = torch.tensor(keys, device=device)[:, None] + steps
+    word = torch.tensor(keys, device=device)[:, None] + steps  # int64 arithmetic wraps
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         word = (word ^ ((word >> shift) & ((1 << (64 - shift)) - 1))) * signed(factor)
     uniform = (((word >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52  # strictly inside (0, 1)
@@ -60,13 +53,8 @@ def sample_inverse_cdf(probs: Tensor, heights: Sequence[float]) -> Tensor:
 
     Heights are in [0, 1). A token with probability 0 is never returned.
     """
-    if not native.serves(probs.device):
-        return reference_sample_inverse_cdf(probs, heights)
-    return torch.ops.outrider.sample_inverse_cdf(probs, heights)
-
-
-def reference_sample_inverse_cdf(probs: Tensor, heights: Sequence[float]) -> Tensor:
-    """Compute ``sample_inverse_cdf`` with one cumulative sum over all tokens."""
+    if native.serves(probs.device):
+        return torch.ops.outrider.sample_inverse_cdf(probs, heights)
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     height = torch.tensor(heights, dtype=torch.float64, device=probs.device).unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, height, right=True).squeeze(-1)

@@ -74,8 +74,7 @@ class Shaping:
         """
         num_noisy = max(NUM_NOISY, top_k)
         if self._native:
-            scores = scores.contiguous()
-            return torch.ops.outrider.likeliest(scores, self._settings, keys, top_k, num_noisy)
+            return torch.ops.outrider.likeliest(scores.contiguous(), self._settings, keys, top_k, num_noisy)
         probs = torch.softmax(self.noisy(scores, keys), dim=-1)
         highest, token_ids = probs.topk(min(num_noisy, probs.shape[-1]), dim=-1)
         if keys:
