@@ -61,6 +61,7 @@ def command(
 ) -> None:
     """Run plain and speculative decoding side by side: show both outputs and speeds, and whether the outputs are equal."""
     from outrider.cli.session import auto_method, inflatable, inflate_with_heads, load, read_prompt, resolve, start
+    from outrider.engine.config import longest_draft
     from outrider.engine.methods import methods_in
 
     start()
@@ -86,7 +87,7 @@ def command(
     race = Race(engines(llm), prompt_ids, params, TURN)
     k = llm.speculation.num_draft_tokens
     plain, speculative = race.lanes
-    label = Contender(llm.proposer.name, k if isinstance(k, int) else AUTO).label
+    label = Contender(llm.proposer.name, longest_draft(llm.speculation, llm.proposer) if isinstance(k, int) else AUTO).label
     titles = {plain.name: PLAIN, speculative.name: label}
     if sys.stdout.isatty():
         watch(llm, race, titles, text)

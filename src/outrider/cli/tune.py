@@ -91,7 +91,8 @@ class OutputOptions:
 
     @property
     def journal(self) -> Path:
-        return self.json or self.plan.with_suffix(".json")
+        is_device = self.plan.exists() and not self.plan.is_file()  # /dev/null has no neighbours
+        return self.json or (Path(PLAN) if is_device else self.plan).with_suffix(".json")
 
     def check(self, traffic: Path | None) -> None:
         """Check output files before measuring. By default a plan is not replaced, and the traffic never.

@@ -102,12 +102,13 @@ def gpu_environment(device: str | None) -> dict[str, str]:
     gpu = re.fullmatch(r"cuda:(\d+)", device or "")
     if gpu is None:
         return {}
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    index = int(gpu[1])
-    if visible and index >= len(visible):
-        shown = ",".join(visible)
+    shown, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(gpu[1])
+    if shown is None:
+        return {"CUDA_VISIBLE_DEVICES": gpu[1]}
+    visible = [name.strip() for name in shown.split(",") if name.strip()]  # empty: no GPU at all
+    if index >= len(visible):
         raise OutriderError(f"invalid device {device}: CUDA_VISIBLE_DEVICES={shown} shows {len(visible)} GPUs to this process")
-    return {"CUDA_VISIBLE_DEVICES": visible[index] if visible else gpu[1]}
+    return {"CUDA_VISIBLE_DEVICES": visible[index]}
 
 
 def check_folder(engine: Engine, folder: Path) -> None:
