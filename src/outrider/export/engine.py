@@ -46,10 +46,8 @@ class Engine(ABC):
     """Base class of engines: which plans an engine supports, and how to write them."""
 
     name: ClassVar[str]  # official spelling
-    module: ClassVar[str]  # importable module in its Python; unused without ``program``
-    program: ClassVar[str | None] = None  # its server command; None: `outrider serve` cannot run it
-    entry: ClassVar[Sequence[str]] = ()  # the server as a module with arguments
-    nameless_entry: ClassVar[Sequence[str]] = ()  # for builds whose package name differs from the module's
+    program: ClassVar[Sequence[str]] = ()  # its server command; empty: `outrider serve` cannot run it
+    server: ClassVar[str]  # the server as a module of its Python; unused without ``program``
     instead: ClassVar[Mapping[type[portable.Portable], str]]  # unsupported method -> what to use instead, besides ALTERNATIVES
     rules: ClassVar[Sequence[str]] = ("rejection", "exact")  # supported verifiers, by Outrider's names
     takes_code: ClassVar[bool] = False  # whether it supports custom proposers
