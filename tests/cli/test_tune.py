@@ -166,7 +166,7 @@ def test_a_search_without_a_run_leaves_no_journal(outrider: Run, target: Path, t
         (["--workloads", "code", "--report", "x.pdf"], ".html"),
         (["--workloads", "code", "--resume"], "--resume"),
         (["--workloads", "code", "--out", "found.json"], "--out and --json are both found.json"),
-        (["--workloads", "code", "--max-tokens", "1"], "invalid --max-tokens '1': expected at least 2"),
+        (["--workloads", "code", "--max-tokens", "1"], "invalid --max-tokens 1: expected a whole number, at least 2"),
         (["--workloads", "code", "--max-tokens", "600"], "no room for a prompt"),
     ],
 )

@@ -95,7 +95,7 @@ def test_the_plan_runs_with_options_and_signals_passed_on(fake: Any, folder: Pat
     assert said["argv"][:3] == ["-m", "vllm.entrypoints.openai.api_server", "--config"]
     config = Path(said["argv"][3])
     assert config.is_absolute() and config.name == "vllm.yaml"
-    assert said["argv"][4:8] == [ "--port", "9001", "--served-model-name", "mine"]
+    assert said["argv"][4:8] == ["--port", "9001", "--served-model-name", "mine"]
     assert said["argv"][8:] == passed_on[1:]
     assert said["cwd"] == str(folder)  # so that relative paths after -- are the user's
     assert said["pid"] == process.pid  # the started process itself, not a child

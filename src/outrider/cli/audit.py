@@ -25,6 +25,7 @@ from outrider.cli.options import (
 )
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
+from outrider.options import number, option, whole
 from outrider.progress import Report, shown
 from outrider.registry import AUTO
 from outrider.sampling_params import SamplingParams
@@ -76,11 +77,11 @@ class AuditOptions:
     )
     batch: str | None = flag("Batch size (default: as fits into 1 GiB of cache, at most 256; with --same-text: 1,4).")
     prompts: list[Path] | None = flag("JSONL file (or .gz) of prompts instead of the built-in ones; repeatable.")
-    num_prompts: int | None = flag("Prompts per file (default: 6; with --same-text: all).", min=1)
-    power: float = flag("Probability of detecting a deviation of --tv.", 0.99, min=0.5, max=0.9999)
-    tv: float = flag("Total variation distance to detect.", 0.05, min=0.002, max=0.5)
-    alpha: float = flag("Probability of any false alarm in the audit.", 0.01, min=1e-9, max=0.2)
-    max_samples: int = flag("Refuse audits that need more samples for a part of a method's tests.", 100_000, min=1)
+    num_prompts: int | None = option(whole(1), None, "Prompts per file (default: 6; with --same-text: all).")
+    power: float = option(number(0.5, 0.9999), 0.99, "Probability of detecting a deviation of --tv.")
+    tv: float = option(number(0.002, 0.5), 0.05, "Total variation distance to detect.")
+    alpha: float = option(number(1e-9, 0.2), 0.01, "Probability of any false alarm in the audit.")
+    max_samples: int = option(whole(1), 100_000, "Refuse audits that need more samples for a part of a method's tests.")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from outrider.cli.options import (
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, errors_as
 from outrider.method_text import split_methods
+from outrider.options import INT32, option, whole
 from outrider.progress import shown
 from outrider.registry import AUTO, DEFAULT_METHOD
 from outrider.sampling_params import SamplingParams
@@ -74,10 +75,12 @@ class GridOptions:
     prompts: Path | None = flag(
         "HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz)."
     )
-    num_prompts: int | None = flag(f"Prompts per workload (default: {NUM_PROMPTS}, or the largest --batch if larger).", min=1)
-    max_tokens: int = flag("Tokens per prompt.", 64, min=2)
-    repeat: int = flag("Repeats; medians are shown.", 3, min=1)
-    seed: int = flag("Sampling seed; repeat r uses seed + r.", 0)
+    num_prompts: int | None = option(
+        whole(1), None, f"Prompts per workload (default: {NUM_PROMPTS}, or the largest --batch if larger)."
+    )
+    max_tokens: int = option(whole(2, INT32), 64, "Tokens per prompt.")
+    repeat: int = option(whole(1), 3, "Repeats; medians are shown.")
+    seed: int = option(whole(), 0, "Sampling seed; repeat r uses seed + r.")
     busy: str = flag("Number of other busy processes during the measurement.", "0")
     inflate: str | None = flag(f"Measure the same function at the cost of a larger model, such as 350m, 1b or 8b; {INFLATABLE}")
 
