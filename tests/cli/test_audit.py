@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from tiny_hybrids import hybrid
 
 from outrider.audit import same_text, sampling, tables
 from outrider.bench.workloads import Prompt
-from outrider.cli.audit import encode_prompts, stages
+from outrider.cli.audit import OutputOptions, encode_prompts, stages, write_certificates
 from outrider.errors import OutriderError
 from outrider.files import earlier
 from outrider.sampling_params import SamplingParams
@@ -225,3 +227,23 @@ def test_a_run_is_not_continued_from_another_file(text: str, tmp_path: Path) -> 
     with pytest.raises(OutriderError, match="was not written by outrider audit --same-text"):
         earlier(tmp_path / "out.json", {}, "grid", "outrider audit --same-text")
     assert not is_finished(tmp_path / "out.json")
+
+
+def test_a_second_ctrl_c_does_not_lose_the_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> Iterator[dict[str, Any]]:
+        yield {"certified": False}
+        raise KeyboardInterrupt
+
+    def second(_: object) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return ""
+
+    monkeypatch.setattr("outrider.audit.run.certificates", interrupted)
+    monkeypatch.setattr("outrider.audit.tables.page", second)
+    monkeypatch.setattr("outrider.audit.tables.certificates", str)
+    output = OutputOptions(out=tmp_path / "x.json", html=tmp_path / "x.html")
+    nothing: Any = None
+    with pytest.raises(KeyboardInterrupt):
+        write_certificates(nothing, nothing, 1, output)
+    assert output.out is not None and json.loads(output.out.read_text()) == {"certified": False}
+    assert output.html is not None and output.html.exists()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.app import EXIT_CHECK_FAILED
-from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err
+from outrider.cli.bench_documents import check_outputs, keeping, write_or_say
+from outrider.cli.console import say
 from outrider.cli.options import (
     ModelOptions,
     SamplingOptions,
@@ -154,16 +154,11 @@ def write_certificates(audited: Audited, settings: AuditSettings, batch: int, ou
     from outrider.audit import tables
     from outrider.audit.run import certificates
 
-    result: dict[str, Any] | None = None
-    is_certified = False
-    try:
-        with shown() as report:
-            for result in certificates(audited, settings, batch, lambda name: stages(report, name)):
-                is_certified = result["certified"]
-    finally:
-        if result is not None:
-            write(output, result, tables.certificates(result))
-    return 0 if is_certified else EXIT_CHECK_FAILED
+    result: dict[str, Any] = {}
+    with keeping(lambda: write(output, result, tables.certificates)), shown() as report:
+        for result in certificates(audited, settings, batch, lambda name: stages(report, name)):
+            pass
+    return write(output, result, tables.certificates)
 
 
 def write_grid(audited: Audited, grid: Grid, output: OutputOptions) -> int:
@@ -177,32 +172,33 @@ def write_grid(audited: Audited, grid: Grid, output: OutputOptions) -> int:
         if output.out is None or not output.out.exists():
             raise OutriderError("--resume requires the file of an interrupted run: give it with --out")
         known = earlier(output.out, plan_of(audited, grid), "grid", "outrider audit --same-text")
-    result: dict[str, Any] | None = None
-    try:
-        with shown() as report:
-            for result in same_text(audited, grid, known, stages(report, "same text")):
-                if output.out is not None:
-                    write_whole(output.out, json.dumps(result, indent=1) + "\n")
-    except KeyboardInterrupt:
-        if output.out is not None and result is not None:
-            have = f"{len(result['cells'])} of {len(grid.cells())} comparisons are in {output.out}"
-            err.print(f"{have}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
-        raise
-    finally:
-        if result is not None:
-            write(output, result, tables.grid_table(result))
-    return 0 if result is not None and result["certified"] else EXIT_CHECK_FAILED
+    result: dict[str, Any] = {}
+    with keeping(lambda: write(output, result, tables.grid_table)):
+        try:
+            with shown() as report:
+                for result in same_text(audited, grid, known, stages(report, "same text")):
+                    if output.out is not None:
+                        write_whole(output.out, json.dumps(result, indent=1) + "\n")
+        except KeyboardInterrupt:
+            if output.out is not None and result:
+                have = f"{len(result['cells'])} of {len(grid.cells())} comparisons are in {output.out}"
+                say(f"{have}; repeat the command with --resume to continue")
+            raise
+    return write(output, result, tables.grid_table)
 
 
-def write(output: OutputOptions, result: dict[str, Any], view: RenderableType) -> None:
-    """Write the files, then print: standard output may be closed."""
+def write(output: OutputOptions, result: dict[str, Any], view: Callable[[dict[str, Any]], RenderableType]) -> int:
+    """Write the files, then print: standard output may be closed. Does nothing without a result. Returns the exit code."""
     from rich.console import Console
 
     from outrider.audit.tables import page
 
+    if not result:
+        return EXIT_CHECK_FAILED
     write_or_say(output.out, lambda: json.dumps(result, indent=1) + "\n")
     write_or_say(output.html, lambda: page(result))
-    Console(soft_wrap=True).print(view)
+    Console(soft_wrap=True).print(view(result))
+    return 0 if result["certified"] else EXIT_CHECK_FAILED
 
 
 def read_prompts(options: AuditOptions, is_grid: bool) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import typer
 
 from outrider.cli import bench_documents, bench_serve
-from outrider.cli.app import handled
-from outrider.cli.bench_documents import check_outputs, write_or_say
+from outrider.cli.bench_documents import check_outputs, keeping, write_or_say
 from outrider.cli.console import err, say, waiting
 from outrider.cli.options import (
     INFLATABLE,
@@ -134,15 +132,9 @@ def command(
     chosen = prepare(contenders, chosen)
     plan = GridPlan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     groups: list[Group] = []
-    try:
-        with shown() as report:
-            for group in run_grid(contenders, plan, report):
-                groups.append(group)
-    except BaseException:  # Ctrl-C, or a target failure: keep the measurements so far
-        if groups:
-            with handled(signal.SIG_IGN):  # a second Ctrl-C must not lose them
-                finish(plan, groups, llm, extra | {"interrupted": True}, outputs)
-        raise
+    with keeping(lambda: finish(plan, groups, llm, extra | {"interrupted": True}, outputs)), shown() as report:
+        for group in run_grid(contenders, plan, report):
+            groups.append(group)
     finish(plan, groups, llm, extra, outputs)
 
 
@@ -163,7 +155,10 @@ def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> tuple[Conten
 
 
 def finish(plan: GridPlan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], outputs: OutputOptions) -> None:
-    """Write the document to its file, the tables to stderr, the document to stdout on one line, and the report."""
+    """Write the document to its file, the tables to stderr, the document to stdout on one line, and the report.
+
+    Does nothing without measurements.
+    """
     from rich.text import Text
 
     from outrider.bench.cells import document
@@ -171,6 +166,8 @@ def finish(plan: GridPlan, groups: Sequence[Group], llm: LLM, extra: dict[str, A
     from outrider.bench.html import page
     from outrider.bench.tables import tables
 
+    if not groups:
+        return
     result = document(plan, groups, llm.runner, extra.pop("name"), extra)
     write_or_say(outputs.out, lambda: json.dumps(result, indent=1) + "\n", "; the document follows on standard output")
     for table in tables(result):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from outrider.cli.app import EXIT_INTERNAL, handled
-from outrider.cli.bench_documents import check_outputs, write_or_say
+from outrider.cli.app import EXIT_INTERNAL
+from outrider.cli.bench_documents import check_outputs, keeping, write_or_say
 from outrider.cli.console import err, say_error, waiting
 from outrider.cli.options import (
     INFLATABLE,
@@ -104,12 +103,8 @@ def command(
     with address(server, plan, models, methods) as url:
         headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
         sweep = Sweep(modes(url, server.plain_url, headers), loads, traffic, headers)
-        try:
+        with keeping(lambda: finish(sweep, result, {"interrupted": True})):
             measure(sweep)
-        except BaseException:  # Ctrl-C, or a server failure: keep the measurements so far
-            with handled(signal.SIG_IGN):  # a second Ctrl-C must not lose them
-                finish(sweep, result, {"interrupted": True})
-            raise
     return finish(sweep, result, {})
 
 
