@@ -156,8 +156,8 @@ def write_certificates(audited: Audited, settings: AuditSettings, batch: int, ou
 
     result: dict[str, Any] = {}
     with keeping(lambda: write(output, result, tables.certificates)), shown() as report:
-        for result in certificates(audited, settings, batch, lambda name: stages(report, name)):
-            pass
+        for each in certificates(audited, settings, batch, lambda name: stages(report, name)):
+            result = each
     return write(output, result, tables.certificates)
 
 
