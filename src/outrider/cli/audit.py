@@ -52,7 +52,7 @@ outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 outrider audit --same-text --method all -k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
 """
 MAX_BATCH = 256  # sequences per batch by default
-MAX_TOKENS, SEED, TEMPERATURE, COUPLED_TEMPERATURE = 64, 0, 1.0, 0.8  # defaults; the last with --same-text
+TEMPERATURE, COUPLED_TEMPERATURE = 1.0, 0.8  # defaults; the second with --same-text
 # Settings without effect on an audit, or without an option.
 UNUSED_SETTINGS = ("max_tokens", "min_tokens", "logit_bias", "stop", "ignore_eos")
 MEMORY = 1 << 30  # bytes of KV cache for the sequences of a batch
@@ -98,11 +98,10 @@ class OutputOptions:
 class SampleOptions(SamplingOptions):
     """Sampling settings of an audit."""
 
-    max_tokens: int | None = given(SamplingParams, more=f"(default: {MAX_TOKENS}).")
+    defaults: ClassVar[dict[str, Any]] = {"max_tokens": 64, "seed": 0}
     temperature: float | None = given(
         SamplingParams, more=f"(default: {TEMPERATURE:g}; with --same-text: {COUPLED_TEMPERATURE})."
     )
-    seed: int | None = given(SamplingParams, more=f"(default: {SEED}).")
 
 
 @with_groups
@@ -125,7 +124,7 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     if sampling.stop or sampling.ignore_eos or sampling.min_tokens:
         raise OutriderError("an audit has no stop conditions: omit --stop, --ignore-eos and --min-tokens")
     temperature = COUPLED_TEMPERATURE if models.same_text else TEMPERATURE
-    params = sampling.params(max_tokens=MAX_TOKENS, seed=SEED, temperature=temperature)
+    params = sampling.params(temperature=temperature)
     texts = read_prompts(options, models.same_text)
     named, methods = named_methods(AUTO if options.method is None else options.method, models)
     llm = load_plain(models, methods, max_batch=max(batches))

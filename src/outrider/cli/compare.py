@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from outrider.cli.console import err, painter_for, say, waiting
-from outrider.cli.options import INFLATABLE, MethodOptions, ModelOptions, ReadableOptions, flag, given, with_groups
+from outrider.cli.options import INFLATABLE, MethodOptions, ModelOptions, ReadableOptions, flag, with_groups
 from outrider.cli.race_view import RaceView, shown_rounds
 from outrider.registry import AUTO, PLAIN, SPECULATIVE, VERIFIERS
 from outrider.sampling_params import SamplingParams
@@ -36,7 +36,6 @@ outrider compare --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0 
 Without --temperature, --same-text is the default, so that sampled outputs can be compared too.
 """
 DEFAULT_PROMPT = "def read_lines(path: str) -> list[str]:\n"  # the embedded target writes functions better than tales
-MAX_TOKENS, SEED = 200, 0
 TURN = 0.1  # seconds per turn of a lane; long enough that CPU caches are warm for most rounds
 WARMUP_TOKENS = 24
 MEANING = "tok/s: after the first token; tok/pass: tokens per target pass; ms per round: draft + score + other"
@@ -46,8 +45,7 @@ MEANING = "tok/s: after the first token; tok/pass: tokens per target pass; ms pe
 class RaceOptions(ReadableOptions):
     """Sampling settings of a race."""
 
-    max_tokens: int | None = given(SamplingParams, more=f"(default: {MAX_TOKENS}).")
-    seed: int | None = given(SamplingParams, more=f"(default: {SEED}).")
+    defaults: ClassVar[dict[str, Any]] = {**ReadableOptions.defaults, "max_tokens": 200, "seed": 0}
 
 
 @with_groups
@@ -66,7 +64,7 @@ def command(
 
     start()
     text = DEFAULT_PROMPT if prompt is None else read_prompt(prompt)
-    params = sampling.params(seed=SEED, max_tokens=MAX_TOKENS)
+    params = sampling.params()
     is_lossless = models.verifier is None or VERIFIERS.get(models.verifier).lossless
     if sampling.temperature is None and is_lossless:  # equal outputs are easier to compare
         models = replace(models, same_text=True)

@@ -10,9 +10,9 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 import typer
 
@@ -83,6 +83,8 @@ class MethodOptions:
 class SamplingOptions:
     """Sampling settings."""
 
+    defaults: ClassVar[dict[str, Any]] = {}  # those that differ from the declared ones
+
     max_tokens: int | None = given(SamplingParams)
     temperature: float | None = given(SamplingParams)
     top_k: int | None = given(SamplingParams)
@@ -96,22 +98,24 @@ class SamplingOptions:
     ignore_eos: bool | None = given(SamplingParams)
     seed: int | None = given(SamplingParams)
 
-    def params(self, **defaults: Any) -> SamplingParams:
-        """Return ``SamplingParams`` of the given values, else ``defaults``. Raises ``OutriderError`` for an invalid value."""
+    def params(self, **more: Any) -> SamplingParams:
+        """Return ``SamplingParams`` of the given values, else ``more``, else ``defaults``.
+
+        Raises ``OutriderError`` for an invalid value.
+        """
         values = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
-        return SamplingParams(**defaults | values)
+        return SamplingParams(**self.defaults | more | values)
 
 
 @dataclass(frozen=True)
 class ReadableOptions(SamplingOptions):
     """Sampling settings whose defaults give readable text: greedy outputs often loop."""
 
-    temperature: float | None = given(SamplingParams, more=f"(default: {READABLE_TEMPERATURE}).")
+    defaults: ClassVar[dict[str, Any]] = {"temperature": READABLE_TEMPERATURE}
     top_p: float | None = given(SamplingParams, more=f"(default: {READABLE_TOP_P}; with --temperature: 1).")
 
-    def params(self, **defaults: Any) -> SamplingParams:
-        own = {} if self.temperature is not None else {"temperature": READABLE_TEMPERATURE, "top_p": READABLE_TOP_P}
-        return super().params(**defaults | own)
+    def params(self, **more: Any) -> SamplingParams:
+        return super().params(**more if self.temperature is not None else {"top_p": READABLE_TOP_P} | more)
 
 
 def with_groups(command: Callable[..., Result], panel: str | None = None) -> Callable[..., Result]:
@@ -141,6 +145,8 @@ def with_groups(command: Callable[..., Result], panel: str | None = None) -> Cal
             is_own = OPTION in each.metadata  # declared by the group itself
             shared = declarations[each.name] = Reference(group, several=False, more="") if is_own else each.metadata[FLAG]
             default = None if is_own else each.default
+            if each.name in (defaults := getattr(group, "defaults", {})):
+                shared = replace(shared, more=f"(default: {defaults[each.name]}).")
             annotation = _annotation(each.name, shared, default, types[each.name], getattr(group, "panel", panel))
             parameters.append(
                 inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
