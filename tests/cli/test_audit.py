@@ -130,7 +130,6 @@ def test_invalid_input_exits_with_code_2(outrider: Run, models: list[object], op
 def test_same_text_compares_every_cell_and_resumes(
     outrider: Run, models: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(same_text, "COST_REPEATS", 1)
     out = tmp_path / "grid.json"
     options = ["--compile", "never", "--method", "draft", "-k", "1,3", "--batch", "1,2", "--max-tokens", 8]
     options += ["--num-prompts", 3]
@@ -139,7 +138,6 @@ def test_same_text_compares_every_cell_and_resumes(
     document = read(out)
     assert document["kind"] == "same-text" and document["differing"] == 0 and document["certified"]
     assert len(document["cells"]) == 2 * (1 + 2 * 2)  # two temperatures: plain at the second batch size, and the grid
-    assert all((cell["cost"] is not None) == (cell["batch"] == 1) for cell in document["cells"])
     interrupted = same_text.SameText.run
     calls: list[object] = []
 
@@ -189,7 +187,7 @@ def test_methods_that_all_need_too_many_samples_are_reported(
 def test_brackets_are_not_markup_and_failing_drafts_are_reported(tmp_path: Path) -> None:
     from rich.console import Console
 
-    cell = {"method": "eagle:draft=./a[/b]", "k": 2, "batch": 1, "temperature": 0.0, "prompts": 3, "differing": 0, "cost": 1.0}
+    cell = {"method": "eagle:draft=./a[/b]", "k": 2, "batch": 1, "temperature": 0.0, "prompts": 3, "differing": 0}
     result = {
         "kind": "same-text", "target": "./my[/model]", "certified": False, "differing": 0, "faults": 4,
         "cells": [cell | {"faults": 4}], "grid": {"max_tokens": 8}, "not_possible": {},
