@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,17 +139,13 @@ def test_same_text_compares_every_cell_and_resumes(
     document = read(out)
     assert document["kind"] == "same-text" and document["differing"] == 0 and document["certified"]
     assert len(document["cells"]) == 2 * (1 + 2 * 2)  # two temperatures: plain at the second batch size, and the grid
-    interrupted = same_text.SameText.run
-    calls: list[object] = []
 
-    def once(self: same_text.SameText, *args: Any) -> object:
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return interrupted(self, *args)
+    def twice(*args: Any) -> Iterator[object]:
+        yield from islice(same_text.compared(*args), 2)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(same_text.SameText, "run", once)
+        patch.setattr("outrider.audit.run.compared", twice)
         part = tmp_path / "part.json"
         code, _, err = outrider("audit", "--same-text", *models, *options, "--out", part)
     assert code == 130 and "2 of 10 comparisons are in" in err and "--resume" in err and len(read(part)["cells"]) == 2
