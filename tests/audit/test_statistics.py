@@ -78,18 +78,18 @@ def test_false_alarms_keep_the_stated_level() -> None:
 
 
 def test_every_test_counts_its_tokens() -> None:
-    tests = {(test.name, test.place): test for test in evidence_of(LAWS[0].numpy()).tests()}
+    tests = {(test.name, test.token): test for test in evidence_of(LAWS[0].numpy()).tests()}
     assert set(tests) == {("G", 1), ("calibration", 1), ("G", 2), ("calibration", 2), ("likelihood ratio", None)}
-    assert tests["G", 1].num_tokens == tests["calibration", 2].num_tokens == 400
-    assert tests["likelihood ratio", None].num_tokens == 800
-    assert tests["G", 2].num_tokens < 400  # after rare first tokens there are too few tokens to test
+    assert tests["G", 1].tokens == tests["calibration", 2].tokens == 400
+    assert tests["likelihood ratio", None].tokens == 800
+    assert tests["G", 2].tokens < 400  # after rare first tokens there are too few tokens to test
 
 
 def test_the_smallest_tv_is_detected_at_the_stated_power() -> None:
     law, num_samples = LAWS[0].numpy(), 1000
     order = np.argsort(law)
     half = order[np.searchsorted(np.cumsum(law[order]), 0.5) :]  # hardest to detect: all likely tokens slightly likelier
-    freedom = next(test.freedom for test in evidence_of(law, num_samples).tests() if test.name == "G")
+    freedom = next(test.degrees_of_freedom for test in evidence_of(law, num_samples).tests() if test.name == "G")
     tv = statistics.smallest_tv(freedom or 0, num_samples, 0.01, 0.95)
     off = law.copy()
     off[half] *= 1 + tv / law[half].sum()
@@ -131,7 +131,7 @@ def test_rounding_at_borders_is_tolerated_but_unlikely_tokens_still_count() -> N
         evidence, prefix_counts = Evidence(1, has_rounding), PrefixCounts(samples)
         evidence.observe(prefix_counts, [()], law)
         evidence.add_likelihood_ratios(prefix_counts)
-        return next(test.p_value for test in evidence.tests() if test.place is None)
+        return next(test.p_value for test in evidence.tests() if test.token is None)
 
     assert p_value(samples, has_rounding=True) < 1e-6
     assert at_borders(law)[0, 3] == 1e-6

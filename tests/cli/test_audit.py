@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,7 @@ from tiny_hybrids import hybrid
 
 from outrider.audit import same_text, sampling, tables
 from outrider.bench.workloads import Prompt
-from outrider.cli.audit import encode_prompts, stages
+from outrider.cli.audit import OutputOptions, encode_prompts, stages, write_certificates
 from outrider.errors import OutriderError
 from outrider.files import earlier
 from outrider.sampling_params import SamplingParams
@@ -128,7 +131,6 @@ def test_invalid_input_exits_with_code_2(outrider: Run, models: list[object], op
 def test_same_text_compares_every_cell_and_resumes(
     outrider: Run, models: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(same_text, "COST_REPEATS", 1)
     out = tmp_path / "grid.json"
     options = ["--compile", "never", "--method", "draft", "-k", "1,3", "--batch", "1,2", "--max-tokens", 8]
     options += ["--num-prompts", 3]
@@ -137,18 +139,13 @@ def test_same_text_compares_every_cell_and_resumes(
     document = read(out)
     assert document["kind"] == "same-text" and document["differing"] == 0 and document["certified"]
     assert len(document["cells"]) == 2 * (1 + 2 * 2)  # two temperatures: plain at the second batch size, and the grid
-    assert all((cell["cost"] is not None) == (cell["batch"] == 1) for cell in document["cells"])
-    interrupted = same_text.SameText.run
-    calls: list[object] = []
 
-    def once(self: same_text.SameText, *args: Any) -> object:
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return interrupted(self, *args)
+    def twice(*args: Any) -> Iterator[object]:
+        yield from islice(same_text.compared(*args), 2)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(same_text.SameText, "run", once)
+        patch.setattr("outrider.audit.run.compared", twice)
         part = tmp_path / "part.json"
         code, _, err = outrider("audit", "--same-text", *models, *options, "--out", part)
     assert code == 130 and "2 of 10 comparisons are in" in err and "--resume" in err and len(read(part)["cells"]) == 2
@@ -187,7 +184,7 @@ def test_methods_that_all_need_too_many_samples_are_reported(
 def test_brackets_are_not_markup_and_failing_drafts_are_reported(tmp_path: Path) -> None:
     from rich.console import Console
 
-    cell = {"method": "eagle:draft=./a[/b]", "k": 2, "batch": 1, "temperature": 0.0, "prompts": 3, "differing": 0, "cost": 1.0}
+    cell = {"method": "eagle:draft=./a[/b]", "k": 2, "batch": 1, "temperature": 0.0, "prompts": 3, "differing": 0}
     result = {
         "kind": "same-text", "target": "./my[/model]", "certified": False, "differing": 0, "faults": 4,
         "cells": [cell | {"faults": 4}], "grid": {"max_tokens": 8}, "not_possible": {},
@@ -225,3 +222,23 @@ def test_a_run_is_not_continued_from_another_file(text: str, tmp_path: Path) -> 
     with pytest.raises(OutriderError, match="was not written by outrider audit --same-text"):
         earlier(tmp_path / "out.json", {}, "grid", "outrider audit --same-text")
     assert not is_finished(tmp_path / "out.json")
+
+
+def test_a_second_ctrl_c_does_not_lose_the_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> Iterator[dict[str, Any]]:
+        yield {"certified": False}
+        raise KeyboardInterrupt
+
+    def second(_: object) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return ""
+
+    monkeypatch.setattr("outrider.audit.run.certificates", interrupted)
+    monkeypatch.setattr("outrider.audit.tables.page", second)
+    monkeypatch.setattr("outrider.audit.tables.certificates", str)
+    output = OutputOptions(out=tmp_path / "x.json", html=tmp_path / "x.html")
+    nothing: Any = None
+    with pytest.raises(KeyboardInterrupt):
+        write_certificates(nothing, nothing, 1, output)
+    assert output.out is not None and json.loads(output.out.read_text()) == {"certified": False}
+    assert output.html is not None and output.html.exists()

@@ -438,6 +438,12 @@ def test_compare_shows_both_outputs_and_that_they_are_equal(outrider: Run, targe
     assert "plain" in err and "draft k=3" in err and "100%" in err
 
 
+def test_compare_names_the_drafts_that_the_method_makes(outrider: Run, target: Path) -> None:
+    options = ["--target", target, "--compile", "never", "--method", "ngram", "-k", 100, "--max-tokens", 4]
+    code, _, err = outrider("compare", *options, PROMPT)
+    assert code == 0 and "ngram k=64" in err and "k=100" not in err
+
+
 def test_compare_samples_equal_outputs_unless_a_temperature_is_given(outrider: Run, target: Path, draft: Path) -> None:
     code, out, err = outrider("compare", *models(target, draft), "-k", 3, "--max-tokens", 24, "--ignore-eos", PROMPT)
     coupled = ["--same-text", "--temperature", 0.7, "--top-p", 0.9, "--seed", 0, "--ignore-eos", "--max-tokens", 24]

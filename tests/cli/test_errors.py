@@ -268,7 +268,7 @@ def test_a_prompt_that_is_not_utf_8_is_found_before_loading(
         ("--compile", "perhaps", "compile"),
         ("--device", "abacus", "abacus"),
         ("--max-len", "0", "max-len"),
-        ("--temperature", "hot", "invalid --temperature 'hot': expected a number"),
+        ("--temperature", "hot", "invalid --temperature 'hot': expected a finite number"),
         ("--frobnicate", "1", "frobnicate"),
     ],
 )

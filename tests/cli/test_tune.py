@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from outrider.bench.contenders import Contender
 from outrider.cli import app
 from outrider.cli.options import MethodOptions, ModelOptions
 from outrider.cli.serve import joined
-from outrider.cli.tune import plan_values
+from outrider.cli.tune import PLAN, OutputOptions, plan_values
 from outrider.engine.plan import Plan
 from outrider.errors import OutriderError
 from outrider.proposers.plain import PlainProposer
@@ -165,7 +166,7 @@ def test_a_search_without_a_run_leaves_no_journal(outrider: Run, target: Path, t
         (["--workloads", "code", "--report", "x.pdf"], ".html"),
         (["--workloads", "code", "--resume"], "--resume"),
         (["--workloads", "code", "--out", "found.json"], "--out and --json are both found.json"),
-        (["--workloads", "code", "--max-tokens", "1"], "invalid --max-tokens '1': expected at least 2"),
+        (["--workloads", "code", "--max-tokens", "1"], "invalid --max-tokens 1: expected a whole number, at least 2"),
         (["--workloads", "code", "--max-tokens", "600"], "no room for a prompt"),
     ],
 )
@@ -235,6 +236,10 @@ def test_an_error_in_a_plan_names_the_file_and_the_key(outrider: Run, tmp_path: 
         code, _, err = outrider(*command)
         assert code == 2 and f"error: {file}, {words}" in err
     joined(Plan.read(file), ModelOptions(target="a/b", draft="a/b"), MethodOptions("ngram"))  # replaces the wrong value
+
+
+def test_a_plan_that_is_a_device_has_its_intermediate_results_in_the_current_folder() -> None:
+    assert OutputOptions(out=Path(os.devnull)).journal == OutputOptions().journal == Path(PLAN).with_suffix(".json")
 
 
 def test_an_existing_plan_is_not_overwritten(outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

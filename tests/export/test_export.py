@@ -619,18 +619,21 @@ def test_a_folder_with_other_files_is_not_written_to(
     assert {file.name: file.read_text() for file in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize(("visible", "expected"), [("", "1"), ("2,3", "3"), ("GPU-1a, GPU-2b", "GPU-2b")])
+@pytest.mark.parametrize(("visible", "expected"), [(None, "1"), ("2,3", "3"), ("GPU-1a, GPU-2b", "GPU-2b")])
 def test_a_gpu_is_counted_among_those_that_the_process_sees(
-    visible: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    visible: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpu_environment("cuda:1") == {"CUDA_VISIBLE_DEVICES": expected}
     assert gpu_environment("cpu") == gpu_environment("cuda") == gpu_environment(None) == {}
 
 
-def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    with pytest.raises(OutriderError, match="invalid device cuda:1: CUDA_VISIBLE_DEVICES=2 shows 1 GPUs"):
+@pytest.mark.parametrize(("visible", "count"), [("2", 1), ("", 0)])
+def test_a_gpu_that_the_process_does_not_see_is_refused(visible: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(OutriderError, match=f"invalid device cuda:1: CUDA_VISIBLE_DEVICES={visible} shows {count} GPUs"):
         gpu_environment("cuda:1")
 
 

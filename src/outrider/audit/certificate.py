@@ -10,6 +10,7 @@ from outrider.audit.evidence import Test
 from outrider.audit.greedy import Difference, GreedyResult, audit_greedy
 from outrider.audit.runner import AuditRunner, RoundSetup
 from outrider.audit.sampling import AS_IS, STRESSED, AuditSettings, ReportProgress, SamplingResult, audit_samples
+from outrider.bench.cells import rounded
 
 Verdict = Literal["certified", "not certified", "void", "lossy"]
 VERDICTS: dict[Verdict, str] = {
@@ -82,7 +83,7 @@ def audit(runner: AuditRunner, method: str, setup: RoundSetup, settings: AuditSe
 def document(certificate: Certificate) -> dict[str, Any]:
     """Return the certificate as JSON-ready data."""
     settings, greedy = certificate.settings, certificate.greedy
-    return {
+    found = {
         "method": certificate.method,
         "verifier": certificate.verifier,
         "lossless_by_design": certificate.is_lossless,
@@ -103,6 +104,7 @@ def document(certificate: Certificate) -> dict[str, Any]:
         },
         "sampling": None if certificate.sampling is None else _sampling(certificate.sampling, settings),
     }
+    return rounded(found)
 
 
 def _sampling(result: SamplingResult, settings: AuditSettings) -> dict[str, Any]:
@@ -112,8 +114,8 @@ def _sampling(result: SamplingResult, settings: AuditSettings) -> dict[str, Any]
         "power": settings.power,
         "tv": settings.tv,
         "tokens_per_sample": settings.length,
-        "draft_distance": _short(plan.distance),
-        "draft_distance_stressed": _short(plan.stressed_distance),
+        "draft_distance": plan.distance,
+        "draft_distance_stressed": plan.stressed_distance,
         "smallest_leak_as_it_is": plan.smallest_leak,
         "impossible_tokens": outcome.impossible,
         "faults": outcome.faults,
@@ -136,7 +138,7 @@ def _sampling(result: SamplingResult, settings: AuditSettings) -> dict[str, Any]
                 "by": each.by,
                 "samples": each.num_samples,
                 "p_value": each.p_value,
-                "planned_samples": _short(plan.controls[each.control.name].samples),
+                "planned_samples": plan.controls[each.control.name].samples,
                 "planned_part": plan.controls[each.control.name].part,
                 "planned_power": settings.power,
             }
@@ -146,18 +148,7 @@ def _sampling(result: SamplingResult, settings: AuditSettings) -> dict[str, Any]
 
 
 def _test(test: Test, adjusted: float, settings: AuditSettings) -> dict[str, Any]:
-    smallest = test.smallest_tv(settings.strictest, settings.power)
-    return {
-        "name": test.name,
-        "token": test.place,
-        "statistic": _short(test.statistic),
-        "degrees_of_freedom": test.freedom,
-        "p_value": test.p_value,
-        "holm_p_value": adjusted,
-        "tokens": test.num_tokens,
-        "effect": _short(test.effect),
-        "smallest_tv": None if smallest is None else _short(smallest),
-    }
+    return asdict(test) | {"holm_p_value": adjusted, "smallest_tv": test.smallest_tv(settings.strictest, settings.power)}
 
 
 def _difference(each: Difference) -> dict[str, Any]:
@@ -167,8 +158,4 @@ def _difference(each: Difference) -> dict[str, Any]:
 
 
 def _at(test: Test) -> str:
-    return "" if test.place is None else f" of token {test.place}"
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
+    return "" if test.token is None else f" of token {test.token}"

@@ -43,16 +43,17 @@ class Test:
     """One test of the family."""
 
     name: str  # "G", "calibration" or "likelihood ratio"
-    place: int | None  # position in the continuation, from 1; None: all
+    token: int | None  # position in the continuation, from 1; None: all
     statistic: float
-    freedom: int | None  # degrees of freedom; None for the likelihood ratio
+    degrees_of_freedom: int | None  # None for the likelihood ratio
     p_value: float
-    num_tokens: int  # number of tested tokens
+    tokens: int  # number of tested tokens
     effect: float  # sqrt(excess of the statistic over its mean / tokens); likelihood ratio: the mixture weight that fits best
 
     def smallest_tv(self, alpha: float, power: float) -> float | None:
         """Return ``statistics.smallest_tv`` of this test; None for the likelihood ratio, which has no such bound."""
-        return None if self.freedom is None else smallest_tv(self.freedom, self.num_tokens, alpha, power)
+        freedom = self.degrees_of_freedom
+        return None if freedom is None else smallest_tv(freedom, self.tokens, alpha, power)
 
 
 class PrefixCounts:

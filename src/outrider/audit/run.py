@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.audit import certificate
 from outrider.audit.runner import AuditRunner, RoundSetup
-from outrider.audit.same_text import Grid, SameText
+from outrider.audit.same_text import Grid, compared
 from outrider.audit.sampling import AuditSettings, ReportProgress
 from outrider.bench.provenance import digest, provenance, same_program
 from outrider.engine.config import build_verifier
@@ -93,17 +93,17 @@ def same_text(
     """Run the cells of a grid that ``earlier`` lacks; yield the document of all finished cells after each."""
     earlier = earlier or {"cells": [], "seconds": 0.0}
     started, plan = perf_counter() - earlier["seconds"], plan_of(audited, grid)
-    comparison = SameText(audited.llm, grid, audited.proposers, earlier["cells"])
-    cells, left, total = comparison.results, comparison.left, len(grid.cells())
+    cells, every = list(earlier["cells"]), grid.cells()
+    left = [cell for cell in every if not any(cell.items() <= known.items() for known in cells)]
 
     def whole() -> dict[str, Any]:
         counts = {name: sum(cell[name] for cell in cells) for name in ("differing", "faults")}
-        is_certified = len(cells) == total and not any(counts.values())
+        is_certified = len(cells) == len(every) and not any(counts.values())
         return audited.document("same-text", is_certified, perf_counter() - started, grid=plan, **counts, cells=cells)
 
     if cells:
         yield whole()
-    for cell in left:
-        comparison.run(cell, lambda what: report(what, 0, len(left)))
+    for cell in compared(audited.llm, grid, audited.proposers, left, lambda what: report(what, 0, len(left))):
+        cells.append(cell)
         report("", 1, len(left))
         yield whole()

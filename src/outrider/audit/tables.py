@@ -49,12 +49,11 @@ def certificates(result: Mapping[str, Any]) -> Group:
 def grid_table(result: Mapping[str, Any]) -> Table:
     """Return a table with one line per method and draft length."""
     view = bare_table(f"same text as plain decoding, {result['target']}: {grid_verdict(result)}", (0, 1))
-    for name in ("method", "K", "batch", "t", "differing", "cost"):
+    for name in ("method", "K", "batch", "t", "differing"):
         view.add_column(name, justify="left" if name == "method" else "right")
     for cell in result["cells"]:
         entry = f"{cell['differing']} of {cell['prompts']}"
-        cost = "" if cell["cost"] is None else f"{cell['cost']:.2f}"
-        view.add_row(escape(cell["method"]), str(cell["k"]), str(cell["batch"]), f"{cell['temperature']:g}", entry, cost)
+        view.add_row(escape(cell["method"]), str(cell["k"]), str(cell["batch"]), f"{cell['temperature']:g}", entry)
     return view
 
 

@@ -70,7 +70,7 @@ def _cell(group: Group, contender: Contender, same_text_when_sampled: bool) -> d
         "repeats": len(runs),
     }
     condition = {"temperature": group.temperature, "batch": group.batch, "workload": group.workload, "busy": group.busy}
-    return {"method": contender.method, "k": contender.k, **condition, **_rounded(measured)}
+    return {"method": contender.method, "k": contender.k, **condition, **rounded(measured)}
 
 
 def _figures(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
@@ -181,10 +181,10 @@ def _same_text(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
     return sum(a == b for a, b in pairs) / max(len(pairs), 1)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Return JSON-ready data with all floats rounded to four significant digits."""
     if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
+        return {name: rounded(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(each) for each in value]
+        return [rounded(each) for each in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value

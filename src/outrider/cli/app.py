@@ -155,7 +155,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     if usage is not None:
         context = getattr(error, "ctx", None)
         hint = f"; see {context.command_path} --help" if context is not None else ""
-        return (_refused_value(error) or one_line(str(usage()).rstrip(".")) or "no command was given") + hint, EXIT_USAGE
+        return (one_line(str(usage()).rstrip(".")) or "no command was given") + hint, EXIT_USAGE
     is_ours = isinstance(error, OutriderError)
     if is_ours and TARGET_FAILED not in str(error):
         return in_flags(str(error)), EXIT_USAGE
@@ -167,20 +167,3 @@ def explain(error: BaseException) -> tuple[str, int]:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{where} (--debug shows where)", EXIT_INTERNAL
     return f"{type(error).__name__}: {one_line(str(error))[:300]} (--debug shows where)", EXIT_INTERNAL
-
-
-def _refused_value(error: BaseException) -> str:
-    """Return the message for a value that typer's pydantic types refused; empty for other errors."""
-    found, parameter = getattr(error.__cause__, "errors", None), getattr(error, "param", None)
-    if found is None or parameter is None:
-        return ""
-    problem = found()[0]
-    expected = {
-        "int_parsing": "a whole number",
-        "float_parsing": "a number",
-        "greater_than_equal": "at least {ge}",
-        "less_than_equal": "at most {le}",
-    }.get(problem["type"])
-    if expected is None:
-        return ""
-    return f"invalid {parameter.opts[0]} {problem['input']!r}: expected {expected.format(**problem.get('ctx', {}))}"

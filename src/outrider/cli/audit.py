@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.app import EXIT_CHECK_FAILED
-from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err
+from outrider.cli.bench_documents import check_outputs, keeping, write_or_say
+from outrider.cli.console import say
 from outrider.cli.options import (
     ModelOptions,
     SamplingOptions,
@@ -25,6 +25,7 @@ from outrider.cli.options import (
 )
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
+from outrider.options import number, option, whole
 from outrider.progress import Report, shown
 from outrider.registry import AUTO
 from outrider.sampling_params import SamplingParams
@@ -51,7 +52,7 @@ outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 outrider audit --same-text --method all -k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
 """
 MAX_BATCH = 256  # sequences per batch by default
-MAX_TOKENS, SEED, TEMPERATURE, COUPLED_TEMPERATURE = 64, 0, 1.0, 0.8  # defaults; the last with --same-text
+TEMPERATURE, COUPLED_TEMPERATURE = 1.0, 0.8  # defaults; the second with --same-text
 # Settings without effect on an audit, or without an option.
 UNUSED_SETTINGS = ("max_tokens", "min_tokens", "logit_bias", "stop", "ignore_eos")
 MEMORY = 1 << 30  # bytes of KV cache for the sequences of a batch
@@ -76,11 +77,11 @@ class AuditOptions:
     )
     batch: str | None = flag("Batch size (default: as fits into 1 GiB of cache, at most 256; with --same-text: 1,4).")
     prompts: list[Path] | None = flag("JSONL file (or .gz) of prompts instead of the built-in ones; repeatable.")
-    num_prompts: int | None = flag("Prompts per file (default: 6; with --same-text: all).", min=1)
-    power: float = flag("Probability of detecting a deviation of --tv.", 0.99, min=0.5, max=0.9999)
-    tv: float = flag("Total variation distance to detect.", 0.05, min=0.002, max=0.5)
-    alpha: float = flag("Probability of any false alarm in the audit.", 0.01, min=1e-9, max=0.2)
-    max_samples: int = flag("Refuse audits that need more samples for a part of a method's tests.", 100_000, min=1)
+    num_prompts: int | None = option(whole(1), None, "Prompts per file (default: 6; with --same-text: all).")
+    power: float = option(number(0.5, 0.9999), 0.99, "Probability of detecting a deviation of --tv.")
+    tv: float = option(number(0.002, 0.5), 0.05, "Total variation distance to detect.")
+    alpha: float = option(number(1e-9, 0.2), 0.01, "Probability of any false alarm in the audit.")
+    max_samples: int = option(whole(1), 100_000, "Refuse audits that need more samples for a part of a method's tests.")
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,10 @@ class OutputOptions:
 class SampleOptions(SamplingOptions):
     """Sampling settings of an audit."""
 
-    max_tokens: int | None = given(SamplingParams, more=f"(default: {MAX_TOKENS}).")
+    defaults: ClassVar[dict[str, Any]] = {"max_tokens": 64, "seed": 0}
     temperature: float | None = given(
         SamplingParams, more=f"(default: {TEMPERATURE:g}; with --same-text: {COUPLED_TEMPERATURE})."
     )
-    seed: int | None = given(SamplingParams, more=f"(default: {SEED}).")
 
 
 @with_groups
@@ -124,7 +124,7 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     if sampling.stop or sampling.ignore_eos or sampling.min_tokens:
         raise OutriderError("an audit has no stop conditions: omit --stop, --ignore-eos and --min-tokens")
     temperature = COUPLED_TEMPERATURE if models.same_text else TEMPERATURE
-    params = sampling.params(max_tokens=MAX_TOKENS, seed=SEED, temperature=temperature)
+    params = sampling.params(temperature=temperature)
     texts = read_prompts(options, models.same_text)
     named, methods = named_methods(AUTO if options.method is None else options.method, models)
     llm = load_plain(models, methods, max_batch=max(batches))
@@ -153,16 +153,11 @@ def write_certificates(audited: Audited, settings: AuditSettings, batch: int, ou
     from outrider.audit import tables
     from outrider.audit.run import certificates
 
-    result: dict[str, Any] | None = None
-    is_certified = False
-    try:
-        with shown() as report:
-            for result in certificates(audited, settings, batch, lambda name: stages(report, name)):
-                is_certified = result["certified"]
-    finally:
-        if result is not None:
-            write(output, result, tables.certificates(result))
-    return 0 if is_certified else EXIT_CHECK_FAILED
+    result: dict[str, Any] = {}
+    with keeping(lambda: write(output, result, tables.certificates)), shown() as report:
+        for each in certificates(audited, settings, batch, lambda name: stages(report, name)):
+            result = each
+    return write(output, result, tables.certificates)
 
 
 def write_grid(audited: Audited, grid: Grid, output: OutputOptions) -> int:
@@ -176,32 +171,33 @@ def write_grid(audited: Audited, grid: Grid, output: OutputOptions) -> int:
         if output.out is None or not output.out.exists():
             raise OutriderError("--resume requires the file of an interrupted run: give it with --out")
         known = earlier(output.out, plan_of(audited, grid), "grid", "outrider audit --same-text")
-    result: dict[str, Any] | None = None
-    try:
-        with shown() as report:
-            for result in same_text(audited, grid, known, stages(report, "same text")):
-                if output.out is not None:
-                    write_whole(output.out, json.dumps(result, indent=1) + "\n")
-    except KeyboardInterrupt:
-        if output.out is not None and result is not None:
-            have = f"{len(result['cells'])} of {len(grid.cells())} comparisons are in {output.out}"
-            err.print(f"{have}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
-        raise
-    finally:
-        if result is not None:
-            write(output, result, tables.grid_table(result))
-    return 0 if result is not None and result["certified"] else EXIT_CHECK_FAILED
+    result: dict[str, Any] = {}
+    with keeping(lambda: write(output, result, tables.grid_table)):
+        try:
+            with shown() as report:
+                for result in same_text(audited, grid, known, stages(report, "same text")):
+                    if output.out is not None:
+                        write_whole(output.out, json.dumps(result, indent=1) + "\n")
+        except KeyboardInterrupt:
+            if output.out is not None and result:
+                have = f"{len(result['cells'])} of {len(grid.cells())} comparisons are in {output.out}"
+                say(f"{have}; repeat the command with --resume to continue")
+            raise
+    return write(output, result, tables.grid_table)
 
 
-def write(output: OutputOptions, result: dict[str, Any], view: RenderableType) -> None:
-    """Write the files, then print: standard output may be closed."""
+def write(output: OutputOptions, result: dict[str, Any], view: Callable[[dict[str, Any]], RenderableType]) -> int:
+    """Write the files, then print: standard output may be closed. Does nothing without a result. Returns the exit code."""
     from rich.console import Console
 
     from outrider.audit.tables import page
 
+    if not result:
+        return EXIT_CHECK_FAILED
     write_or_say(output.out, lambda: json.dumps(result, indent=1) + "\n")
     write_or_say(output.html, lambda: page(result))
-    Console(soft_wrap=True).print(view)
+    Console(soft_wrap=True).print(view(result))
+    return 0 if result["certified"] else EXIT_CHECK_FAILED
 
 
 def read_prompts(options: AuditOptions, is_grid: bool) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import typer
 
 from outrider.cli import bench_documents, bench_serve
-from outrider.cli.app import handled
-from outrider.cli.bench_documents import check_outputs, write_or_say
+from outrider.cli.bench_documents import check_outputs, keeping, write_or_say
 from outrider.cli.console import err, say, waiting
 from outrider.cli.options import (
     INFLATABLE,
@@ -30,6 +28,7 @@ from outrider.cli.options import (
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, errors_as
 from outrider.method_text import split_methods
+from outrider.options import INT32, option, whole
 from outrider.progress import shown
 from outrider.registry import AUTO, DEFAULT_METHOD
 from outrider.sampling_params import SamplingParams
@@ -74,10 +73,12 @@ class GridOptions:
     prompts: Path | None = flag(
         "HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz)."
     )
-    num_prompts: int | None = flag(f"Prompts per workload (default: {NUM_PROMPTS}, or the largest --batch if larger).", min=1)
-    max_tokens: int = flag("Tokens per prompt.", 64, min=2)
-    repeat: int = flag("Repeats; medians are shown.", 3, min=1)
-    seed: int = flag("Sampling seed; repeat r uses seed + r.", 0)
+    num_prompts: int | None = option(
+        whole(1), None, f"Prompts per workload (default: {NUM_PROMPTS}, or the largest --batch if larger)."
+    )
+    max_tokens: int = option(whole(2, INT32), 64, "Tokens per prompt.")
+    repeat: int = option(whole(1), 3, "Repeats; medians are shown.")
+    seed: int = option(whole(), 0, "Sampling seed; repeat r uses seed + r.")
     busy: str = flag("Number of other busy processes during the measurement.", "0")
     inflate: str | None = flag(f"Measure the same function at the cost of a larger model, such as 350m, 1b or 8b; {INFLATABLE}")
 
@@ -131,15 +132,9 @@ def command(
     chosen = prepare(contenders, chosen)
     plan = GridPlan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     groups: list[Group] = []
-    try:
-        with shown() as report:
-            for group in run_grid(contenders, plan, report):
-                groups.append(group)
-    except BaseException:  # Ctrl-C, or a target failure: keep the measurements so far
-        if groups:
-            with handled(signal.SIG_IGN):  # a second Ctrl-C must not lose them
-                finish(plan, groups, llm, extra | {"interrupted": True}, outputs)
-        raise
+    with keeping(lambda: finish(plan, groups, llm, extra | {"interrupted": True}, outputs)), shown() as report:
+        for group in run_grid(contenders, plan, report):
+            groups.append(group)
     finish(plan, groups, llm, extra, outputs)
 
 
@@ -160,7 +155,10 @@ def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> tuple[Conten
 
 
 def finish(plan: GridPlan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], outputs: OutputOptions) -> None:
-    """Write the document to its file, the tables to stderr, the document to stdout on one line, and the report."""
+    """Write the document to its file, the tables to stderr, the document to stdout on one line, and the report.
+
+    Does nothing without measurements.
+    """
     from rich.text import Text
 
     from outrider.bench.cells import document
@@ -168,6 +166,8 @@ def finish(plan: GridPlan, groups: Sequence[Group], llm: LLM, extra: dict[str, A
     from outrider.bench.html import page
     from outrider.bench.tables import tables
 
+    if not groups:
+        return
     result = document(plan, groups, llm.runner, extra.pop("name"), extra)
     write_or_say(outputs.out, lambda: json.dumps(result, indent=1) + "\n", "; the document follows on standard output")
     for table in tables(result):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.app import EXIT_CHECK_FAILED
+from outrider.cli.app import EXIT_CHECK_FAILED, handled
 from outrider.cli.console import say_error
 from outrider.errors import OutriderError, errors_as, without_path
 
@@ -55,6 +56,17 @@ def report(
     with checked(document):
         page = pages.page(result)
     write_or_say(html, lambda: page)
+
+
+@contextmanager
+def keeping(finish: Callable[[], object]) -> Iterator[None]:
+    """Context manager: call ``finish`` before an exception ends a measurement: Ctrl-C, or a failure of target or server."""
+    try:
+        yield
+    except BaseException:
+        with handled(signal.SIG_IGN):  # a second Ctrl-C must not lose the measurements so far
+            finish()
+        raise
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from outrider.cli.app import EXIT_INTERNAL, handled
-from outrider.cli.bench_documents import check_outputs, write_or_say
+from outrider.cli.app import EXIT_INTERNAL
+from outrider.cli.bench_documents import check_outputs, keeping, write_or_say
 from outrider.cli.console import err, say_error, waiting
 from outrider.cli.options import (
     INFLATABLE,
@@ -24,7 +23,6 @@ from outrider.cli.options import (
     flag,
     given,
     parse_list,
-    read_option,
     with_groups,
     workload_names,
 )
@@ -32,7 +30,7 @@ from outrider.cli.serve import MAX_BATCH, joined
 from outrider.engine.plan import Plan
 from outrider.errors import OutriderError, errors_as, requires
 from outrider.method_text import split_method, with_drafts
-from outrider.options import number, option
+from outrider.options import INT32, number, option, whole
 from outrider.progress import shown
 from outrider.registry import AUTO, PROPOSERS
 from outrider.runner.config import RunnerConfig
@@ -50,18 +48,18 @@ class LoadOptions:
     panel: ClassVar[str] = "Load"
     concurrency: str = flag("Numbers of concurrent clients.", "1,2,4,8,16,32,64")
     rate: str | None = flag("Conversations that begin per second, at random times.")
-    turns: int = flag("Requests of a conversation; each prompt continues the answer to the one before.", 1, min=1)
-    requests: int = flag("Conversations per client.", 4, min=1)
-    arrivals: int = flag("Conversations per run with a rate.", 32, min=1)
-    max_tokens: int = flag("Tokens per answer.", 64, min=2)
+    turns: int = option(whole(1), 1, "Requests of a conversation; each prompt continues the answer to the one before.")
+    requests: int = option(whole(1), 4, "Conversations per client.")
+    arrivals: int = option(whole(1), 32, "Conversations per run with a rate.")
+    max_tokens: int = option(whole(2, INT32), 64, "Tokens per answer.")
     temperature: float = given(SamplingParams, 0.0)
     workloads: str | None = flag("Built-in prompts, mixed (default: code,edit,json,summary,math,chat,story).")
     prompts: Path | None = flag("Your own prompts, as JSONL (.gz).")
-    num_prompts: int = flag("Prompts of each workload.", 8, min=1)
-    shared_prefix: int = flag("Characters of a common prefix of all prompts of a run.", 0, min=0)
-    repeat: int = flag("Repeats; medians are shown.", 3, min=1)
+    num_prompts: int = option(whole(1), 8, "Prompts of each workload.")
+    shared_prefix: int = option(whole(0), 0, "Characters of a common prefix of all prompts of a run.")
+    repeat: int = option(whole(1), 3, "Repeats; medians are shown.")
     rest: float = option(number(0), 0.0, "Seconds without requests before each run, for servers that spin after a request.")
-    seed: int = flag("Seed of arrivals and sampling.", 0, min=0)
+    seed: int = option(whole(0), 0, "Seed of arrivals and sampling.")
 
 
 @dataclass(frozen=True)
@@ -105,12 +103,8 @@ def command(
     with address(server, plan, models, methods) as url:
         headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
         sweep = Sweep(modes(url, server.plain_url, headers), loads, traffic, headers)
-        try:
+        with keeping(lambda: finish(sweep, result, {"interrupted": True})):
             measure(sweep)
-        except BaseException:  # Ctrl-C, or a server failure: keep the measurements so far
-            with handled(signal.SIG_IGN):  # a second Ctrl-C must not lose them
-                finish(sweep, result, {"interrupted": True})
-            raise
     return finish(sweep, result, {})
 
 
@@ -119,8 +113,6 @@ def read_traffic(load: LoadOptions) -> Traffic:
     from outrider.bench import workloads
     from outrider.bench.load.sweep import Traffic
 
-    for name in ("max_tokens", "temperature", "seed"):
-        read_option(SamplingParams, name, getattr(load, name))
     names = workload_names(load.prompts, load.workloads)
     kinds = list(workloads.grouped(load.prompts, names, load.num_prompts).values())
     mixed = list(map(workloads.as_text, workloads.interleaved(kinds)))

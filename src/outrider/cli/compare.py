@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from outrider.cli.console import err, painter_for, say, waiting
-from outrider.cli.options import INFLATABLE, MethodOptions, ModelOptions, ReadableOptions, flag, given, with_groups
+from outrider.cli.options import INFLATABLE, MethodOptions, ModelOptions, ReadableOptions, flag, with_groups
 from outrider.cli.race_view import RaceView, shown_rounds
 from outrider.registry import AUTO, PLAIN, SPECULATIVE, VERIFIERS
 from outrider.sampling_params import SamplingParams
@@ -36,7 +36,6 @@ outrider compare --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0 
 Without --temperature, --same-text is the default, so that sampled outputs can be compared too.
 """
 DEFAULT_PROMPT = "def read_lines(path: str) -> list[str]:\n"  # the embedded target writes functions better than tales
-MAX_TOKENS, SEED = 200, 0
 TURN = 0.1  # seconds per turn of a lane; long enough that CPU caches are warm for most rounds
 WARMUP_TOKENS = 24
 MEANING = "tok/s: after the first token; tok/pass: tokens per target pass; ms per round: draft + score + other"
@@ -46,8 +45,7 @@ MEANING = "tok/s: after the first token; tok/pass: tokens per target pass; ms pe
 class RaceOptions(ReadableOptions):
     """Sampling settings of a race."""
 
-    max_tokens: int | None = given(SamplingParams, more=f"(default: {MAX_TOKENS}).")
-    seed: int | None = given(SamplingParams, more=f"(default: {SEED}).")
+    defaults: ClassVar[dict[str, Any]] = {**ReadableOptions.defaults, "max_tokens": 200, "seed": 0}
 
 
 @with_groups
@@ -61,11 +59,12 @@ def command(
 ) -> None:
     """Run plain and speculative decoding side by side: show both outputs and speeds, and whether the outputs are equal."""
     from outrider.cli.session import auto_method, inflatable, inflate_with_heads, load, read_prompt, resolve, start
+    from outrider.engine.config import longest_draft
     from outrider.engine.methods import methods_in
 
     start()
     text = DEFAULT_PROMPT if prompt is None else read_prompt(prompt)
-    params = sampling.params(seed=SEED, max_tokens=MAX_TOKENS)
+    params = sampling.params()
     is_lossless = models.verifier is None or VERIFIERS.get(models.verifier).lossless
     if sampling.temperature is None and is_lossless:  # equal outputs are easier to compare
         models = replace(models, same_text=True)
@@ -86,7 +85,7 @@ def command(
     race = Race(engines(llm), prompt_ids, params, TURN)
     k = llm.speculation.num_draft_tokens
     plain, speculative = race.lanes
-    label = Contender(llm.proposer.name, k if isinstance(k, int) else AUTO).label
+    label = Contender(llm.proposer.name, longest_draft(llm.speculation, llm.proposer) if isinstance(k, int) else AUTO).label
     titles = {plain.name: PLAIN, speculative.name: label}
     if sys.stdout.isatty():
         watch(llm, race, titles, text)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from outrider.cli.console import err, waiting
-from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, with_groups
 from outrider.engine.options import Speculation
 from outrider.errors import requires
 from outrider.registry import DEFAULT_METHOD, PLAIN, PROPOSERS
@@ -65,8 +65,7 @@ def command(
 
         from outrider.server.demo.app import LIMITS, Demo
         from outrider.server.run import connections, listen, url_of
-    wanted = {name: read_option(ServerConfig, name, getattr(page, name)) for name in ("host", "port")}
-    config = ServerConfig(**wanted, **LIMITS)
+    config = ServerConfig(host=page.host, port=page.port, **LIMITS)
     with listen(config.host, config.port) as listening:
         track = load_track(models, page.method)
         with waiting("warming up"):

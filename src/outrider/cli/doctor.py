@@ -12,7 +12,7 @@ from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, f
 from outrider.engine.options import Speculation
 from outrider.family import TARGET
 from outrider.hub import local_gguf
-from outrider.options import SAMPLING
+from outrider.options import INT32, SAMPLING, option, whole
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD_WITH_FOREIGN_DRAFT
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ MARKS = {"ok": "[green]ok[/]", "note": "[dim]note[/]", "suspicious": "[yellow]su
 class SampleOptions(SamplingOptions):
     """Sampling settings of a check."""
 
-    max_tokens: int = flag("Maximum number of tokens to generate.", MAX_TOKENS, min=2, panel=SAMPLING)
+    max_tokens: int = option(whole(2, INT32), MAX_TOKENS, "Maximum number of tokens to generate.", panel=SAMPLING)
 
 
 @with_groups

@@ -10,16 +10,16 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 import typer
 
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.options import OPTION, declared, flag_name
-from outrider.registry import AUTO, PLAIN
+from outrider.registry import PLAIN
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
 
@@ -83,6 +83,8 @@ class MethodOptions:
 class SamplingOptions:
     """Sampling settings."""
 
+    defaults: ClassVar[dict[str, Any]] = {}  # those that differ from the declared ones
+
     max_tokens: int | None = given(SamplingParams)
     temperature: float | None = given(SamplingParams)
     top_k: int | None = given(SamplingParams)
@@ -96,23 +98,24 @@ class SamplingOptions:
     ignore_eos: bool | None = given(SamplingParams)
     seed: int | None = given(SamplingParams)
 
-    def params(self, **defaults: Any) -> SamplingParams:
-        """Return ``SamplingParams`` of the given values, else ``defaults``. Raises ``OutriderError`` for an invalid value."""
-        named = {each.name: getattr(self, each.name) for each in fields(self)} | {"stop": self.stop or None}
-        values = {name: read_option(SamplingParams, name, value) for name, value in named.items() if value is not None}
-        return SamplingParams(**defaults | values)
+    def params(self, **more: Any) -> SamplingParams:
+        """Return ``SamplingParams`` of the given values, else ``more``, else ``defaults``.
+
+        Raises ``OutriderError`` for an invalid value.
+        """
+        values = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
+        return SamplingParams(**self.defaults | more | values)
 
 
 @dataclass(frozen=True)
 class ReadableOptions(SamplingOptions):
     """Sampling settings whose defaults give readable text: greedy outputs often loop."""
 
-    temperature: float | None = given(SamplingParams, more=f"(default: {READABLE_TEMPERATURE}).")
+    defaults: ClassVar[dict[str, Any]] = {"temperature": READABLE_TEMPERATURE}
     top_p: float | None = given(SamplingParams, more=f"(default: {READABLE_TOP_P}; with --temperature: 1).")
 
-    def params(self, **defaults: Any) -> SamplingParams:
-        own = {} if self.temperature is not None else {"temperature": READABLE_TEMPERATURE, "top_p": READABLE_TOP_P}
-        return super().params(**defaults | own)
+    def params(self, **more: Any) -> SamplingParams:
+        return super().params(**more if self.temperature is not None else {"top_p": READABLE_TOP_P} | more)
 
 
 def with_groups(command: Callable[..., Result], panel: str | None = None) -> Callable[..., Result]:
@@ -125,21 +128,25 @@ def with_groups(command: Callable[..., Result], panel: str | None = None) -> Cal
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Any, Any]] = {}  # parameter -> dataclass that declares the options, type of the value
+    declarations: dict[str, Any] = {}  # option -> ``Reference`` or typer's option
     for parameter in inspect.signature(command).parameters.values():
         kind = hints[parameter.name]
         group = kind.__metadata__[0] if get_origin(kind) is Annotated else kind
         if not isinstance(group, type) or not is_dataclass(group):
             if isinstance(own := parameter.default, Field):
                 parameter = parameter.replace(default=own.default)
-                kind = _annotation(parameter.name, own.metadata[FLAG], own.default, kind, panel)
+                shared = declarations[parameter.name] = own.metadata[FLAG]
+                kind = _annotation(parameter.name, shared, own.default, kind, panel)
             parameters.append(parameter.replace(annotation=kind))
             continue
         groups[parameter.name] = group, dict if group is not kind else group
         types = get_type_hints(group, include_extras=True)
         for each in options_of(group):
             is_own = OPTION in each.metadata  # declared by the group itself
-            shared = Reference(group, several=False, more="") if is_own else each.metadata[FLAG]
+            shared = declarations[each.name] = Reference(group, several=False, more="") if is_own else each.metadata[FLAG]
             default = None if is_own else each.default
+            if each.name in (defaults := getattr(group, "defaults", {})):
+                shared = replace(shared, more=f"(default: {defaults[each.name]}).")
             annotation = _annotation(each.name, shared, default, types[each.name], getattr(group, "panel", panel))
             parameters.append(
                 inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -148,10 +155,12 @@ def with_groups(command: Callable[..., Result], panel: str | None = None) -> Cal
 
     @functools.wraps(command)
     def flat(**values: Any) -> Result:
+        for name, shared in declarations.items():
+            if isinstance(shared, Reference) and not shared.several:
+                values[name] = read_option(shared.config, name, values[name])
         for name, (group, kind) in groups.items():
             own = {each.name: values.pop(each.name) for each in options_of(group)}
-            read = {key: read_option(group, key, own.pop(key)) for key in declared(group)}
-            values[name] = kind(**own, **{key: value for key, value in read.items() if value is not None})
+            values[name] = kind(**{key: value for key, value in own.items() if value is not None})
         return command(**values)
 
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -178,6 +187,7 @@ def _annotation(name: str, shared: Any, own_default: Any, kind: Any, panel: str 
     if default is True:  # only to switch it off
         flags = [f" /--no-{flag_name(name)[2:]}"]
     kind = str if shared.several else option.kind.flag
+    metavar = f"<{kind.__name__}>" if kind in (int, float) else None
     help = option.help if default is not True else f"Do not {option.help[0].lower()}{option.help[1:]}"
     if shared.several:
         help = help.replace(f"{PLAIN}, ", "")  # of several methods it is the baseline, which is always included
@@ -187,7 +197,9 @@ def _annotation(name: str, shared: Any, own_default: Any, kind: Any, panel: str 
         about.append(f"(default: {default:g})." if isinstance(default, float) else f"(default: {default}).")
     text = " ".join(part for part in about if part).replace(". (default", " (default")
     panel = panel or option.panel
-    return Annotated[kind | None, typer.Option(*flags, help=text, rich_help_panel=panel, show_default=default is not True)]
+    shows = default is not True
+    parsed = str if metavar else kind  # by typer; ``read_option`` parses numbers
+    return Annotated[parsed | None, typer.Option(*flags, help=text, metavar=metavar, rich_help_panel=panel, show_default=shows)]
 
 
 def read_option(config: type, name: str, value: Any) -> Any:
@@ -218,9 +230,9 @@ def values_given(group: Any) -> dict[str, Any]:
     return {each.name: value for each in fields(group) if (value := getattr(group, each.name)) != each.default}
 
 
-def parse_k(value: str | int | None) -> int | str:
-    """Return the number of drafts, or "auto" if it was not given. Raises ``OutriderError`` for an invalid value."""
-    return AUTO if value is None else read_option(Speculation, "num_draft_tokens", value)
+def parse_k(text: str) -> int | str:
+    """Return the number of drafts, or "auto". Raises ``OutriderError`` for an invalid value."""
+    return read_option(Speculation, "num_draft_tokens", text)
 
 
 def check_counts(**counts: int | None) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from outrider.cli.bench_documents import check_outputs
 from outrider.cli.console import waiting
-from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, values_given, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, values_given, with_groups
 from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.errors import OutriderError, requires
 from outrider.export import ENGINES
@@ -93,10 +93,7 @@ def command(
     config = ServerConfig(**{"name": served_name(models.target), **server})
     keys = KeyRing.load(limits.api_keys)
     check_outputs({"--record": config.record}, [plan, limits.api_keys])
-    more = {
-        "max_batch": read_option(RunnerConfig, "max_batch", limits.max_batch) or MAX_BATCH,
-        "kv_memory": read_option(RunnerConfig, "kv_memory", limits.kv_memory),
-    }
+    more = {"max_batch": limits.max_batch or MAX_BATCH, "kv_memory": limits.kv_memory}
 
     with listen(config.host, config.port) as listener:  # reports a port in use before the model is loaded
         llm = prepared(models, methods, **more)
@@ -166,10 +163,5 @@ def filled(options: Options, plan: Plan) -> Options:
 
 def joined(plan: Plan, *groups: Any) -> Plan:
     """Return the plan, with the command line's values replacing its own."""
-    read = {
-        name: KEYS[name].read(flag_name(name), value)
-        for group in groups
-        for name, value in values_given(group).items()
-        if name in KEYS
-    }
-    return Plan({name: plan.given(name) for name in plan.values if name not in read} | read)
+    own = {name: value for group in groups for name, value in values_given(group).items() if name in KEYS}
+    return Plan({name: plan.given(name) for name in plan.values if name not in own} | own)

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from outrider import hub
 from outrider.cli.console import show_notices, waiting
-from outrider.cli.options import MethodOptions, ModelOptions, read_option, values_given
+from outrider.cli.options import MethodOptions, ModelOptions, values_given
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, check_text, errors_as
 from outrider.family import TARGET, drafts
 from outrider.files import expanded, not_a_model_folder
 from outrider.memory import weight_files
 from outrider.method_text import is_draft_option, split_method, split_methods
-from outrider.options import declared
 from outrider.registry import AUTO, PLAIN, PROPOSERS, VERIFIERS
-from outrider.runner.config import RunnerConfig, torch_device
+from outrider.runner.config import torch_device
 
 if TYPE_CHECKING:
     from outrider.engine.finding import MethodChoice
@@ -61,10 +60,7 @@ def resolve(models: ModelOptions, methods: MethodOptions, drafts: Mapping[str, A
 
     Raises ``OutriderError`` for all errors that can be found without loading a model.
     """
-    values = {
-        name: read_option(Speculation if name in declared(Speculation) else RunnerConfig, name, value)
-        for name, value in {**values_given(models), **values_given(methods)}.items()
-    }
+    values = {**values_given(models), **values_given(methods)}
     if models.verifier is not None:
         VERIFIERS.get(models.verifier)
     if models.device is not None:

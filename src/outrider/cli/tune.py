@@ -24,7 +24,7 @@ from outrider.engine.plan import Plan, located
 from outrider.errors import OutriderError
 from outrider.hub import id_of_cached
 from outrider.method_text import split_method, split_methods, with_drafts
-from outrider.options import SAMPLING
+from outrider.options import INT32, SAMPLING, option, whole
 from outrider.progress import shown
 from outrider.registry import PROPOSERS
 
@@ -58,9 +58,10 @@ class TrafficOptions:
     panel: ClassVar[str] = "The traffic"
     traffic: Path | None = flag("JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.")
     workloads: str | None = flag("Built-in prompts instead: code,edit,json,summary,math,chat,story.")
-    num_prompts: int | None = flag(
+    num_prompts: int | None = option(
+        whole(1),
+        None,
         f"Prompts to use, spread over the traffic (default: {NUM_PROMPTS}, or {NUM_GROUPS} times the largest --batch if more).",
-        min=1,
     )
 
 
@@ -72,7 +73,7 @@ class SearchOptions:
     method: str = given(Speculation, "auto,all", several=True, more="all adds every other method.")
     num_draft_tokens: str | None = given(Speculation, several=True, more="auto is always included (default: 1,2,4,8,15).")
     batch: str = flag("Batch sizes that the plan is for.", "1")
-    repeat: int = flag("Maximum number of runs of the finalists on all prompts.", 3, min=1)
+    repeat: int = option(whole(1), 3, "Maximum number of runs of the finalists on all prompts.")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class OutputOptions:
 
     @property
     def journal(self) -> Path:
-        return self.json or self.plan.with_suffix(".json")
+        is_device = self.plan.exists() and not self.plan.is_file()  # /dev/null has no neighbours
+        return self.json or (Path(PLAN) if is_device else self.plan).with_suffix(".json")
 
     def check(self, traffic: Path | None) -> None:
         """Check output files before measuring. By default a plan is not replaced, and the traffic never.
@@ -117,7 +119,7 @@ class OutputOptions:
 class AnswerOptions(SamplingOptions):
     """Sampling settings of the built-in prompts, and of requests that state none."""
 
-    max_tokens: int = flag("Maximum number of tokens to generate.", MAX_TOKENS, min=2, panel=SAMPLING)
+    max_tokens: int = option(whole(2, INT32), MAX_TOKENS, "Maximum number of tokens to generate.", panel=SAMPLING)
 
 
 @with_groups

@@ -48,10 +48,8 @@ class Engine(ABC):
     """Base class of engines: which plans an engine supports, and how to write them."""
 
     name: ClassVar[str]  # official spelling
-    module: ClassVar[str]  # importable module in its Python; unused without ``program``
-    program: ClassVar[str | None] = None  # its server command; None: `outrider serve` cannot run it
-    entry: ClassVar[Sequence[str]] = ()  # the server as a module with arguments
-    nameless_entry: ClassVar[Sequence[str]] = ()  # for builds whose package name differs from the module's
+    program: ClassVar[Sequence[str]] = ()  # its server command; empty: `outrider serve` cannot run it
+    server: ClassVar[str]  # the server as a module of its Python; unused without ``program``
     instead: ClassVar[Mapping[Form, str]]  # unsupported method -> what to use instead, besides ALTERNATIVES
     rules: ClassVar[Sequence[str]] = ("rejection", "exact")  # supported verifiers, by Outrider's names
     takes_code: ClassVar[bool] = False  # whether it supports custom proposers
@@ -105,12 +103,13 @@ def gpu_environment(device: str | None) -> dict[str, str]:
     gpu = re.fullmatch(r"cuda:(\d+)", device or "")
     if gpu is None:
         return {}
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    index = int(gpu[1])
-    if visible and index >= len(visible):
-        shown = ",".join(visible)
+    shown, index = os.environ.get("CUDA_VISIBLE_DEVICES"), int(gpu[1])
+    if shown is None:
+        return {"CUDA_VISIBLE_DEVICES": gpu[1]}
+    visible = [name.strip() for name in shown.split(",") if name.strip()]  # empty: no GPU at all
+    if index >= len(visible):
         raise OutriderError(f"invalid device {device}: CUDA_VISIBLE_DEVICES={shown} shows {len(visible)} GPUs to this process")
-    return {"CUDA_VISIBLE_DEVICES": visible[index] if visible else gpu[1]}
+    return {"CUDA_VISIBLE_DEVICES": visible[index]}
 
 
 def check_folder(engine: Engine, folder: Path) -> None:

