@@ -29,6 +29,7 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "HYSTERESIS": (choice, 1.0),
     "ALIKE": (choice, 0.0),
     "DECAY": (track, 1.0),
+    "IDLE_DECAY": (track, track.DECAY),
     "SHARED_DECAY": (policy, 1.0),
     "FIRST_LONGEST": (policy, MAX_K),
     "PREFILL_HORIZON": (choice, MANY),
@@ -72,17 +73,13 @@ def neutral(name: str) -> Iterator[None]:
     module, value = NEUTRAL[name]
     before = getattr(module, name)
     users = [user for user in USERS if getattr(user, name, None) is before]
-    defaults = track.Track.__init__.__defaults__
     for user in users:
         setattr(user, name, value)
-    if name == "FIRST_PAUSE":  # the default of two fields
-        track.Track.__init__.__defaults__ = tuple(value if each == before else each for each in defaults or ())
     try:
         yield
     finally:
         for user in users:
             setattr(user, name, before)
-        track.Track.__init__.__defaults__ = defaults
 
 
 def speeds(cells: Mapping[grid.Key, Cell]) -> dict[grid.Key, float]:
