@@ -47,7 +47,6 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "OPTIMISTIC_RATE": (acceptance, 0.5),
     "EXPECTED_WEIGHT": (acceptance, 1.0),
     "ALIKE_WEIGHT": (acceptance, acceptance.EXPECTED_WEIGHT),
-    "PRIOR_WEIGHT": (acceptance, inf),
     "CACHE_BUCKET": (cost_book, MANY),
     "WEIGHT": (cost_book, 1.0),
     "SPIKE": (cost_book, inf),

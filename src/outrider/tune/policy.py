@@ -9,6 +9,7 @@ is taken from an exploration budget, to which a small share of all time is added
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import inf
 
@@ -45,7 +46,8 @@ class DraftLengthPolicy:
         self.max_k, self._num_nodes = max_k, num_nodes
         self._costs: dict[bool, MethodCosts] = {is_greedy: MethodCosts(costs, is_greedy) for is_greedy in (True, False)}
         self._tracks: dict[str, Track] = {}
-        self._shared: dict[float, Acceptance] = {}  # by temperature, the strongest influence on acceptance
+        # By temperature, the strongest influence on acceptance.
+        self._shared: dict[float, Acceptance] = defaultdict(lambda: Acceptance.empty(max_k))
         self._longest_so_far = FIRST_LONGEST  # longest draft so far
         self._budget = Budget()
         self._probes = Probes(max_k, self._budget)
@@ -156,12 +158,7 @@ class DraftLengthPolicy:
     def _track(self, request: Request) -> Track:
         track = self._tracks.get(request.request_id)
         if track is None:
-            temperature = round(min(request.params.temperature, MAX_TEMPERATURE), 1)
-            shared = self._shared.get(temperature)
-            if shared is None:
-                nearest = min(self._shared, key=lambda other: abs(other - temperature), default=None)
-                shared = Acceptance.empty(self.max_k) if nearest is None else self._shared[nearest].as_prior()
-                self._shared[temperature] = shared
+            shared = self._shared[round(min(request.params.temperature, MAX_TEMPERATURE), 1)]
             track = self._tracks[request.request_id] = Track(shared, Acceptance.empty(self.max_k))
         return track
 
