@@ -146,9 +146,7 @@ class DraftLengthPolicy:
         tracks = [self._track(request) for request in context.requests]
         costs = self._costs[all([request.params.is_greedy for request in context.requests])]
         batch = self._batch = TrackedBatch(context, tracks, costs, self._num_nodes)
-        fresh = [b for b, track in enumerate(tracks) if track.is_new]
-        for b in fresh:
-            tracks[b].is_new = False
+        fresh = [b for b, request in enumerate(context.requests) if request.request_id not in chosen]
         if fresh:
             self._probes.hasten(batch)
         self._decide(batch.zero_left_out(before))

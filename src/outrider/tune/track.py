@@ -23,7 +23,6 @@ class Track:
     shared: Acceptance  # shared by requests with its temperature
     own: Acceptance
     num_seen: int = 0  # committed tokens at the last call of the proposer
-    is_new: bool = True  # no round of it has begun
     # Decaying counts: rows of a grammar's drafts, all other tokens of these rounds; the proposer's drafts, those not forced.
     grammar_rows: float = 0.0
     free_tokens: float = 0.0
