@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from outrider.tune.track import FIRST_PAUSE, MAX_PAUSE, TrackedBatch
+from outrider.tune.choice import best_alike
+from outrider.tune.track import FIRST_PAUSE, MAX_PAUSE, TrackedBatch, rows_by_depth
 from outrider.types import Round
 
 NEW_REQUEST_WAIT = 4  # limit of the wait for a probe, times the batch size, when a request joins
 MAX_NEW_REQUEST_FACTOR = 16  # maximum factor of it, after unsuccessful probes
-PROBE_LENGTH = 2  # K of a probe
+PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
+MAX_PROBE = 4
 FAR_BEHIND = 512  # tokens that the proposer has not processed, above which a request may be left out
 
 EXPLORATION_SHARE = 0.02  # share of all time that may be lost
@@ -86,8 +88,9 @@ class Probes:
         costs = batch.round_costs() if rows else None
         if costs is None:  # costs were reset since the last decision: measure a plain round first
             return 0, 0.0
-        k = min(PROBE_LENGTH, self._max_k)
-        lens = batch.zero_left_out([batch.num_nodes(k)] * len(batch.tracks))
+        size, lengths = len(batch.tracks), range(1, min(MAX_PROBE, self._max_k) + 1)
+        _, k = best_alike([PROBE_RATE**depth for depth in lengths], size, costs, batch.num_nodes, lengths)
+        lens = batch.zero_left_out([sum(rows_by_depth(batch.num_nodes, k))] * size)
         seconds = batch.costs.round(k, lens, k, len(rows), batch.context.cache_len)
         seconds += batch.costs.catch_up(sum([batch.num_unseen(b) for b in rows]))
         return k, seconds / costs.plain - 1
