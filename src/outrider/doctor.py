@@ -18,7 +18,6 @@ from outrider.bench.measure import Run, generate
 from outrider.bench.workloads import builtin, encode
 from outrider.engine.finding import candidates, target_files
 from outrider.engine.llm import LLM
-from outrider.engine.stats import expected_tau
 from outrider.errors import errors_as
 from outrider.hub import local_gguf
 from outrider.memory import free_memory, size, weight_bytes
@@ -64,7 +63,6 @@ class Acceptance:
     mean_acceptance_length: float
     plain_tok_s: float
     tok_s: float
-    best_k: int  # fastest K by measured acceptance and cost; 0 if drafts do not pay
     num_prompts: int
     k: int  # drafts per round that were requested
 
@@ -92,10 +90,8 @@ class Report:
         assert self.acceptance is not None
         doubts = any(finding.level == "suspicious" for finding in self.findings)
         gain = f"{self.acceptance.speedup:.2f} times plain decoding's speed with {self.acceptance.k} drafts per round"
-        if self.acceptance.best_k == 0:
-            return f"fits, but gains nothing on this machine: {gain}."
         slower = ", but is slower on this machine" if self.acceptance.speedup < 1 else ""
-        return f"fits{', with doubts' if doubts else ''}{slower}: {gain}, best with about {self.acceptance.best_k}."
+        return f"fits{', with doubts' if doubts else ''}{slower}: {gain}."
 
 
 def all_candidates(target: str | None, trusts_code: bool = False) -> list[Finding]:
@@ -175,9 +171,11 @@ def _measured(
     Returns the speculative run.
     """
     plain, drafted = _in_turn(checked, contenders, prompts, progress)
-    k, longest = (contenders.prepare(Contender(checked.method, length)).k for length in (K, 2 * K))  # at most what it drafts
-    assert isinstance(k, int) and isinstance(longest, int)
-    report.acceptance = found = _acceptance(plain, drafted, len(prompts), k, longest)
+    k = contenders.prepare(Contender(checked.method, K)).k  # at most what it drafts
+    assert isinstance(k, int)
+    by_position = [accepted / reached for accepted, reached in drafted.acceptance_counts()]
+    tau = drafted.stats.mean_acceptance_length
+    report.acceptance = found = Acceptance(by_position, tau, plain.decode_tok_s, drafted.decode_tok_s, len(prompts), k)
     if drafted.faults:
         yield Finding("wrong", "drafting", f"drafting failed {drafted.faults} time(s), and plain decoding continued")
     first = found.by_position[0] if found.by_position else 0.0
@@ -200,21 +198,6 @@ def _measured(
         else:
             yield Finding("note", "text", text + ": rounding decides where two tokens are almost equally likely")
     return drafted
-
-
-def _acceptance(plain: Run, drafted: Run, num_prompts: int, k: int, longest: int) -> Acceptance:
-    """Return acceptance and speed, and the fastest number of drafts up to ``longest``. ``k``: drafts requested per round."""
-    stats, whole = drafted.stats, sum(plain.ms.values()) / 1e3
-    step = stats.times.draft / max(stats.num_draft_steps, 1)  # a tree's level, not its nodes: lengths are those of chains
-    rate = stats.acceptance_rate or 0.0
-    score = max(drafted.ms["score"] + drafted.ms["verify"] + drafted.ms["host"], 1e-6) / 1e3
-    # The score's time is a line through those of a plain round and of the measured one.
-    speeds = [expected_tau(rate, n) / (n * step + whole + (score - whole) * n / k) if n else 1 / max(whole, 1e-9)
-              for n in range(longest + 1)]  # fmt: skip
-    best = max(range(len(speeds)), key=lambda n: speeds[n]) if stats.num_drafts else 0
-    tau = stats.mean_acceptance_length
-    by_position = [accepted / reached for accepted, reached in drafted.acceptance_counts()]
-    return Acceptance(by_position, tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts, k)
 
 
 def _try_alternatives(

@@ -29,6 +29,7 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "HYSTERESIS": (choice, 1.0),
     "ALIKE": (choice, 0.0),
     "DECAY": (track, 1.0),
+    "IDLE_DECAY": (track, track.DECAY),
     "SHARED_DECAY": (policy, 1.0),
     "FIRST_LONGEST": (policy, MAX_K),
     "PREFILL_HORIZON": (choice, MANY),
@@ -46,7 +47,6 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "OPTIMISTIC_RATE": (acceptance, 0.5),
     "EXPECTED_WEIGHT": (acceptance, 1.0),
     "ALIKE_WEIGHT": (acceptance, acceptance.EXPECTED_WEIGHT),
-    "PRIOR_WEIGHT": (acceptance, inf),
     "CACHE_BUCKET": (cost_book, MANY),
     "WEIGHT": (cost_book, 1.0),
     "SPIKE": (cost_book, inf),
@@ -71,17 +71,13 @@ def neutral(name: str) -> Iterator[None]:
     module, value = NEUTRAL[name]
     before = getattr(module, name)
     users = [user for user in USERS if getattr(user, name, None) is before]
-    defaults = track.Track.__init__.__defaults__
     for user in users:
         setattr(user, name, value)
-    if name == "FIRST_PAUSE":  # the default of two fields
-        track.Track.__init__.__defaults__ = tuple(value if each == before else each for each in defaults or ())
     try:
         yield
     finally:
         for user in users:
             setattr(user, name, before)
-        track.Track.__init__.__defaults__ = defaults
 
 
 def speeds(cells: Mapping[grid.Key, Cell]) -> dict[grid.Key, float]:

@@ -9,7 +9,6 @@ from math import exp, log
 OPTIMISTIC_RATE = 0.8  # prior acceptance: high, so that a new method is tried
 EXPECTED_WEIGHT = 3.0  # weight of the prior per position, in drafts
 ALIKE_WEIGHT = 12.0  # the same for a request's counts, if requests hardly differ
-PRIOR_WEIGHT = 4.0  # weight, in rounds, of another temperature's counts as a prior
 
 
 @dataclass(slots=True)
@@ -33,17 +32,14 @@ class Acceptance:
     def empty(cls, max_k: int) -> Acceptance:
         return cls([0.0] * max_k, [0.0] * max_k, [0.0] * max_k, [0.0] * max_k)
 
-    def as_prior(self) -> Acceptance:
-        """Return the same rates with less weight, as a prior."""
-        scale = min(PRIOR_WEIGHT / max(self.requested[0], self.unit), 1 / self.unit)
-        return Acceptance(*self._scaled(scale))
-
     def fade(self, memory: float) -> None:
         """Reduce the weight of the counts so far."""
         self.alike *= memory
         self.unit /= memory
         if self.unit > 1e9:
-            (self.reached, self.accepted, self.requested, self.made), self.unit = self._scaled(1 / self.unit), 1.0
+            for counts in (self.reached, self.accepted, self.requested, self.made):
+                counts[:] = [count / self.unit for count in counts]
+            self.unit = 1.0
 
     def add(self, num_requested: int, num_drafts: int, num_accepted: int) -> None:
         """Count a round."""
@@ -66,6 +62,7 @@ class Acceptance:
 
     def request_rates(self, own: Acceptance, expected: Sequence[float]) -> list[float]:
         """Return a request's acceptance by position: its own counts, with the rates of these shared ones as a prior."""
+        # Between the light and the heavy weight geometrically, by the probability that requests are alike.
         weight = EXPECTED_WEIGHT * (ALIKE_WEIGHT / EXPECTED_WEIGHT) ** (1 / (1 + exp(-self.alike)))
         return own.rates(self.rates(expected), weight)
 
@@ -91,9 +88,3 @@ class Acceptance:
         weight = EXPECTED_WEIGHT * self.unit
         counts = zip(expected, self.made, self.requested, strict=False)
         return [(weight * other + made) / (weight + requested) for other, made, requested in counts]
-
-    def _scaled(self, scale: float) -> tuple[list[float], list[float], list[float], list[float]]:
-        reached, accepted, requested, made = (
-            [count * scale for count in counts] for counts in (self.reached, self.accepted, self.requested, self.made)
-        )
-        return reached, accepted, requested, made

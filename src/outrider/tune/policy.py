@@ -9,6 +9,7 @@ is taken from an exploration budget, to which a small share of all time is added
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import inf
 
@@ -16,7 +17,7 @@ from outrider.runner.cost_book import CostBook, MethodCosts
 from outrider.tune.acceptance import OPTIMISTIC_RATE, Acceptance
 from outrider.tune.choice import Choice, best_alike, candidates, choose
 from outrider.tune.probes import Budget, Probes
-from outrider.tune.track import DECAY, FIRST_PAUSE, MAX_PAUSE, Track, TrackedBatch
+from outrider.tune.track import DECAY, IDLE_DECAY, Track, TrackedBatch
 from outrider.types import Context, DraftPrices, Request, Round
 
 DECISION_PERIOD = 6  # rounds between decisions
@@ -45,7 +46,8 @@ class DraftLengthPolicy:
         self.max_k, self._num_nodes = max_k, num_nodes
         self._costs: dict[bool, MethodCosts] = {is_greedy: MethodCosts(costs, is_greedy) for is_greedy in (True, False)}
         self._tracks: dict[str, Track] = {}
-        self._shared: dict[float, Acceptance] = {}  # by temperature, the strongest influence on acceptance
+        # By temperature, the strongest influence on acceptance.
+        self._shared: dict[float, Acceptance] = defaultdict(lambda: Acceptance.empty(max_k))
         self._longest_so_far = FIRST_LONGEST  # longest draft so far
         self._budget = Budget()
         self._probes = Probes(max_k, self._budget)
@@ -61,7 +63,6 @@ class DraftLengthPolicy:
         self._num_before: list[int] = []  # committed tokens per request before it
         self._is_plain = True  # no drafts were requested, except by requests with their own K
         self._is_probe = False
-        self._retried: int | None = None  # request that gets a single draft, although its chosen K is 0
 
     @property
     def _k(self) -> int:
@@ -104,13 +105,13 @@ class DraftLengthPolicy:
 
     def next_lengths(self, context: Context) -> list[int]:
         """Return the drafts to request in this round, per request."""
-        self._is_probe, self._retried = False, None
+        self._is_probe = False
         k = self._next_k(context)
         self._num_before = [len(request.token_ids) for request in context.requests]
         self._is_plain = k == 0
         if k == 0 or self._is_probe:
             return self._batch.zero_left_out([k] * len(context.requests))
-        return self._with_retry()
+        return self._choice.lens
 
     def _next_k(self, context: Context) -> int:
         """Return the maximum number of drafts to request, and set whether this round is a probe."""
@@ -145,9 +146,7 @@ class DraftLengthPolicy:
         tracks = [self._track(request) for request in context.requests]
         costs = self._costs[all([request.params.is_greedy for request in context.requests])]
         batch = self._batch = TrackedBatch(context, tracks, costs, self._num_nodes)
-        fresh = [b for b, track in enumerate(tracks) if track.is_new]
-        for b in fresh:
-            tracks[b].is_new = False
+        fresh = [b for b, request in enumerate(context.requests) if request.request_id not in chosen]
         if fresh:
             self._probes.hasten(batch)
         self._decide(batch.zero_left_out(before))
@@ -157,12 +156,7 @@ class DraftLengthPolicy:
     def _track(self, request: Request) -> Track:
         track = self._tracks.get(request.request_id)
         if track is None:
-            temperature = round(min(request.params.temperature, MAX_TEMPERATURE), 1)
-            shared = self._shared.get(temperature)
-            if shared is None:
-                nearest = min(self._shared, key=lambda other: abs(other - temperature), default=None)
-                shared = Acceptance.empty(self.max_k) if nearest is None else self._shared[nearest].as_prior()
-                self._shared[temperature] = shared
+            shared = self._shared[round(min(request.params.temperature, MAX_TEMPERATURE), 1)]
             track = self._tracks[request.request_id] = Track(shared, Acceptance.empty(self.max_k))
         return track
 
@@ -184,17 +178,6 @@ class DraftLengthPolicy:
             self._probes.wait = 0
         elif was_drafting:
             self._probes.pause()
-
-    def _with_retry(self) -> list[int]:
-        """Return the chosen lengths, with a single draft for one request without drafts for which a retry is due."""
-        lens = self._choice.lens
-        for b, (track, request) in enumerate(zip(self._batch.tracks, self._requests, strict=True)):
-            if self._choice.lens[b] == 0 and request.follows_policy:
-                track.rounds_to_retry -= 1
-                if track.rounds_to_retry <= 0 and self._retried is None:
-                    self._retried, lens = b, lens.copy()
-                    lens[b] = 1
-        return lens
 
     # --- learning -----------------------------------------------------------------------------------------------------------
 
@@ -251,10 +234,13 @@ class DraftLengthPolicy:
             del self._batch
 
     def _learn(self, drafted_for: Sequence[int], context: Context, round_: Round) -> None:
-        """Count the drafts that these requests got, and the accepted ones."""
+        """Count the drafts that these requests got, and the accepted ones; the counts of other requests fade."""
         self._num_drafted += 1
         self._num_unchecked += 1
         self._longest_so_far = max(self._longest_so_far, round_.most_proposed)
+        for track, limit in zip(self._batch.tracks, context.limits, strict=True):
+            if limit <= 0:  # it got no drafts, and will be tried again when its counts weigh less than the shared ones
+                track.own.fade(IDLE_DECAY)
         for b in drafted_for:
             track = self._batch.tracks[b]
             track.num_seen = len(self._requests[b].token_ids)
@@ -271,18 +257,6 @@ class DraftLengthPolicy:
             num_requested = max(num_drafts, 1) if beside_grammar else min(round_.k, context.limits[b])
             track.own.add(num_requested, num_drafts, num_accepted)
             track.shared.add(num_requested, num_drafts, num_accepted)
-        self._judge_retry(round_)
-
-    def _judge_retry(self, round_: Round) -> None:
-        """Double the interval of retries after a rejected draft; choose again after an accepted one."""
-        if self._retried is None:
-            return
-        track = self._batch.tracks[self._retried]
-        if round_.num_accepted[self._retried]:
-            track.retry_interval, self._rounds_since_decision = FIRST_PAUSE, DECISION_PERIOD
-        elif round_.depths[self._retried]:
-            track.retry_interval = min(2 * track.retry_interval, MAX_PAUSE)
-        track.rounds_to_retry = track.retry_interval
 
     def _learn_grammar(self, round_: Round) -> list[int]:
         """Learn how many rows a grammar's drafts take. Return those of this round, per request."""

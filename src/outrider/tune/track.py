@@ -12,6 +12,7 @@ from outrider.tune.acceptance import Acceptance
 from outrider.types import Context, Request
 
 DECAY = 0.93  # decay of a request's counts per round: about 14 rounds
+IDLE_DECAY = 0.97  # the same per round in which only others draft: after about 30, drafts are tried again
 FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before a probe: at first, and at most
 
 
@@ -22,9 +23,6 @@ class Track:
     shared: Acceptance  # shared by requests with its temperature
     own: Acceptance
     num_seen: int = 0  # committed tokens at the last call of the proposer
-    is_new: bool = True  # no round of it has begun
-    rounds_to_retry: int = FIRST_PAUSE  # rounds until a single draft is requested for it again while others draft
-    retry_interval: int = FIRST_PAUSE  # rounds from one such draft to the next
     # Decaying counts: rows of a grammar's drafts, all other tokens of these rounds; the proposer's drafts, those not forced.
     grammar_rows: float = 0.0
     free_tokens: float = 0.0
