@@ -124,7 +124,7 @@ def test_a_tokenizer_is_taken_by_path(folder, tmp_path):
     for tokenizer in (tmp_path, str(tmp_path), make_tokenizer()):
         llm = LLM(model, tokenizer=tokenizer, method="ngram", compile="never")
         assert llm.encode("def add(") == make_tokenizer().encode("def add(")
-    with pytest.raises(OutriderError, match="cannot load a tokenizer from 'nowhere'"):
+    with pytest.raises(OutriderError, match="no model 'nowhere'"):
         LLM(model, tokenizer="nowhere")
     with pytest.raises(
         OutriderError, match=r"invalid tokenizer Tokenizer.*expected a folder, a hub id or a transformers tokenizer"

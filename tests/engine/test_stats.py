@@ -76,11 +76,12 @@ def test_plain_rounds_are_predicted_from_plain_passes_only() -> None:
     assert costs.plain_round(1, 100) is None  # but not for statistics shown to users
     costs.record_pass(1, 1, 100, 1.0)
     assert costs.plain_round(1, 100) == PlainRound(1.0, None)
-    costs.record_round([0], 100, 1.0, overhead=0.5)
+    for _ in range(10):
+        costs.record_round([0], 100, 1.0, overhead=0.5)
     costs.record_round([0], 100, 1.0, overhead=50.0)  # an outlier
     costs.record_round([0], 100, 1.0, overhead=7.0, is_greedy=False)  # sampling takes longer
     found = costs.plain_round(1, 300)
-    assert found is not None and found.score == 1.0 and found.overhead == pytest.approx(0.5, rel=0.05)
+    assert found is not None and found.score == 1.0 and found.overhead == pytest.approx(0.5, rel=0.1)
     assert costs.plain_round(2, 100) is None
 
 

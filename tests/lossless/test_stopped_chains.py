@@ -29,7 +29,7 @@ EXACT, LIMIT = 1e-12, 3
 class TableDraft:
     """A draft model whose logits come from a table."""
 
-    drafts_ahead, device, max_len = True, torch.device("cpu"), 99
+    drafts_ahead, device, max_len, vocab_size, max_drafts = True, torch.device("cpu"), 99, VOCAB, None
 
     def rollout(
         self, ids: Sequence[str], texts: Sequence[Sequence[int]], steps: int, pick: Callable[[Tensor, int], Tensor | None]
