@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PERIOD = 3.5  # seconds between two messages; with delays, one appears at least every 5 seconds
-Report = Callable[[float, float, str], None]  # (steps done, all steps or 0 if unknown, what is running); a total of 1.0: shares
+# (steps done, all steps, what is running); all steps: 0 if unknown, 1.0 if the first is a share
+Report = Callable[[float, float, str], None]
 
 
 @cache

@@ -58,14 +58,14 @@ class Contenders:
         llm, method = self.llm, PLAIN if contender.is_plain else contender.method
         if contender not in self._engines:
             draft = self._draft if PROPOSERS.get(split_method(method)[0]).takes_draft else None
-            speculation = replace(llm.speculation, method=method, draft=draft, proposer=None)
+            k = 0 if contender.is_plain else contender.k
+            speculation = replace(llm.speculation, method=method, draft=draft, proposer=None, num_draft_tokens=k)
             if method not in self._proposers:
                 found = self._given.get(method) or build_proposer(speculation, llm.runner, llm.tokenizer)
                 self._proposers[method] = found
-            speculation = replace(speculation, num_draft_tokens=0 if contender.is_plain else contender.k)
-            policy = build_policy(speculation, llm.runner, self._proposers[method])
-            scheduler = llm.engine.scheduler
-            self._engines[contender] = build_engine(speculation, llm.runner, self._proposers[method], policy, scheduler)
+            proposer = self._proposers[method]
+            policy = build_policy(speculation, llm.runner, proposer)
+            self._engines[contender] = build_engine(speculation, llm.runner, proposer, policy, llm.engine.scheduler)
         most = self._proposers[method].max_drafts
         return replace(contender, k=min(contender.k, most)) if isinstance(contender.k, int) else contender
 

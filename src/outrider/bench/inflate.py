@@ -38,8 +38,8 @@ from outrider.disk_cache import lasting_dir
 from outrider.files import not_a_model_folder
 from outrider.heads.checkpoint import read_config, read_folder
 from outrider.memory import require_disk, weight_files
-from outrider.memory import size as shown
-from outrider.progress import shown as shown_progress
+from outrider.memory import size as in_bytes
+from outrider.progress import shown
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def inflate(
         needed = round(1.02 * total * dtype.itemsize)  # 2% for the tokenizer and the file system
         advice = "choose a smaller size, or a folder on another disk (OUTRIDER_CACHE, unless you named one)"
         require_disk(out.parent, needed, "the inflated model takes", advice)
-        logger.info("writing the inflated model to %s: %s", out, shown(needed))
+        logger.info("writing the inflated model to %s: %s", out, in_bytes(needed))
         _copy_tokenizer(source, part)
         written = _write_shards(inflater.tensors(weights), part, total)
         _write_config(part, config, inflater, written, seed)
@@ -115,7 +115,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         part.rename(out)
     except OSError as error:
         path = Path(error.filename or part)
-        is_input = path.exists() and part not in (path, *path.parents)
+        is_input = path.exists() and not path.is_relative_to(part)
         what = f"cannot read {path}" if is_input else f"cannot write {out}"
         raise OutriderError(f"{what}: {error.strerror or error}") from error
     finally:
@@ -142,7 +142,7 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, total: int) 
         index.update(dict.fromkeys(shard, shards))
         shard = {}
 
-    with shown_progress(f"building a {total / 1e9:.2f}B checkpoint") as report:
+    with shown(f"building a {total / 1e9:.2f}B checkpoint") as report:
         for name, tensor in tensors:
             if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
                 flush()

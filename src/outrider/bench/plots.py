@@ -170,13 +170,14 @@ def plots(cells: Sequence[Cell]) -> list[Plot]:
     """
     cells = [cell for cell in cells if cell["busy"] == cells[0]["busy"]]
     batches = distinct(cells, "batch")
-    first = pools(at(cells, batch=batches[0]))
+    own = at(cells, batch=batches[0])
+    first = pools(own)
     found = [_by_k(first)]
     if any(not pool.is_plain for pool in first):
         found += [_tokens_per_pass(first), _acceptance(first)]
     if len(batches) > 1:
         found.append(_by_condition(cells, "batch", "batch size", "lines"))
-    return [*found, _by_condition(at(cells, batch=batches[0]), "workload", "workload", "bars"), _breakdown(first)]
+    return [*found, _by_condition(own, "workload", "workload", "bars"), _breakdown(first)]
 
 
 def _by_k(found: Sequence[Pool]) -> Plot:

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-from outrider.files import earlier, locked, write_whole
+from outrider.files import earlier, locked, object_in, write_whole
 from outrider.types import OutriderError
 
 SCHEMA = "outrider-tune/2"
@@ -22,11 +22,8 @@ class JournalError(OSError):
 
 def is_finished(path: Path) -> bool:
     """Return whether the file is the journal of a search that has ended."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return bool(document["schema"] == SCHEMA and "result" in document)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
+    document = object_in(path)
+    return document.get("schema") == SCHEMA and "result" in document
 
 
 @contextmanager

@@ -94,7 +94,7 @@ class BlockLoss(HeadLoss):
         return self.head.target_logits(last.gather(1, places[:, :, None].expand(-1, -1, last.shape[2])))
 
     @torch.no_grad()
-    def measure(self, final: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    def measure(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the acceptance of each draft on held-out rows, after the true tokens before it.
 
         Anchors at which an earlier draft is rejected count as well, so this acceptance is lower than that of reached drafts.

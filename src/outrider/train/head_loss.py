@@ -33,7 +33,7 @@ class HeadLoss(ABC):
         """Return the loss of the cached rows with these indices [B], and parts of it to plot."""
 
     @abstractmethod
-    def measure(self, final: bool = True) -> tuple[dict[str, Any], Any]:
+    def measure(self) -> tuple[dict[str, Any], Any]:
         """Return values for the training curve, and all measurements on held-out rows."""
 
     def read(self, rows: Sequence[int]) -> tuple[Tensor, list[Tensor], Tensor]:

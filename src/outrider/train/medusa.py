@@ -43,7 +43,7 @@ class MedusaLoss(HeadLoss):
         return weighted(losses, hits, [DECAY**head for head in range(count)], "head")
 
     @torch.no_grad()
-    def measure(self, final: bool = True) -> tuple[dict[str, Any], Accuracies]:
+    def measure(self) -> tuple[dict[str, Any], Accuracies]:
         """Return [head][rank]: share of held-out positions where the candidate of that rank is the target's likeliest token."""
         count, ranks = self.head.shape.num_heads, min(NUM_RANKS, self.head.shape.vocab_size)
         hits, total = torch.zeros(count, ranks), 0

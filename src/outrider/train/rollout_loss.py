@@ -84,7 +84,7 @@ class RolloutLoss(HeadLoss):
         return entropy, hit
 
     @torch.no_grad()
-    def measure(self, final: bool = True) -> tuple[dict[str, Any], dict[str, float]]:
+    def measure(self) -> tuple[dict[str, Any], dict[str, float]]:
         """Return the agreement of likeliest tokens by depth on held-out rows, without noise."""
         hits = torch.zeros(self.steps)
         for row in self.cache.held_out:

@@ -323,7 +323,7 @@ def _train(
     for layer in layers_to_compile:
         (layer.mlp if isinstance(head, BlockHead) else layer).compile(dynamic=False)
     loss = loss_of(head, cache, last, seed=plan.seed, dtype=workspace.dtype, entropy=entropy_of(plan))
-    return head, loss, run_job(workspace, name, head, cache, loss, plan, loss.measure)
+    return head, loss, run_job(workspace, name, head, cache, loss, plan, lambda _: loss.measure())
 
 
 def _measured(loss: RolloutLoss, found: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from outrider.types import OutriderError
 
 ROLES = {"human": "user", "gpt": "assistant"}
 PIECE = 1 << 18  # characters that are encoded at once
-GOLDEN = 0.6180339887498949
+GOLDEN = 0.6180339887498949  # the fractional parts of i * GOLDEN are spread evenly, for any number of i
 
 
 def check_text_file(path: Path) -> None:
