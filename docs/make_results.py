@@ -84,14 +84,19 @@ class Row:
 README_ROWS = (
     Row("Qwen2.5-Coder-1.5B, `draft`", "qwen-humaneval", "draft", "auto"),
     Row("Qwen2.5-Coder-1.5B, `draft`, temperature 0.8", "qwen-humaneval", "draft", "auto", 0.8),
-    Row("Qwen2.5-Coder-1.5B, JSON of six keys, no draft model", "grammar-qwen", "plain", "auto", workload="record"),
+    Row(
+        "Qwen2.5-Coder-1.5B, grammar drafts, JSON of six keys, prefill included",
+        "grammar-qwen",
+        "plain",
+        "auto",
+        workload="record",
+    ),
     Row("1B, `draft`", "1b-humaneval", "draft", "auto"),
     Row("1B, `draft`, temperature 0.8", "1b-humaneval", "draft", "auto", 0.8),
-    Row("1B, `mtp` (8 bits)", "1b-heads", "mtp:bits=8", "auto"),
-    Row("1B, `eagle` (EAGLE-3, 8 bits)", "1b-heads", "eagle:bits=8", "auto"),
+    Row("1B, `mtp:bits=8`", "1b-heads", "mtp:bits=8", "auto"),
+    Row("1B, `eagle:bits=8` (EAGLE-3)", "1b-heads", "eagle:bits=8", "auto"),
     Row("1B, `low-bit`", "1b-self", "low-bit", "auto"),
-    Row('1B, `suffix`, K = 15, "fill this JSON", one prompt', "1b-repeating", "suffix", 15, workload="json"),
-    Row('1B, `suffix`, K = 15, "edit this file", one prompt', "1b-repeating", "suffix", 15, workload="edit"),
+    Row('1B, `suffix`, `-k 15`, "edit this file", 4 prompts', "1b-repeating", "suffix", 15, workload="edit"),
 )
 SERVED = "serve-qwen-llamacpp"  # Qwen2.5-Coder-1.5B in llama.cpp's server and in Outrider's
 
@@ -390,7 +395,7 @@ def served_sentence(document: Document) -> str:
     one, four = (speeds.other / speeds.base for speeds in served(document).values())
     return (
         f"With the Qwen models `outrider serve` generates {one:.2f} times the tokens per second of llama.cpp's server for one "
-        f"client, {four:.2f} times for four; llama.cpp without the draft, which slows it down."
+        f"client, {four:.2f} times for four (where drafts gain nothing); llama.cpp runs without drafts, which slow it down."
     )
 
 

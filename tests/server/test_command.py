@@ -98,13 +98,12 @@ def test_the_command_line_overrides_the_plan(tmp_path: Path) -> None:
 
 def test_zero_counts_as_a_given_value() -> None:
     plan = Plan({"num_draft_tokens": 4})
-    assert joined(plan, ModelOptions(), MethodOptions(num_draft_tokens="0")).values == {"num_draft_tokens": 0}
+    assert joined(plan, ModelOptions(), MethodOptions(num_draft_tokens=0)).values == {"num_draft_tokens": 0}
     assert joined(Plan({"num_draft_tokens": 0}), ModelOptions(), MethodOptions()).values == {"num_draft_tokens": 0}
     switched_off = joined(Plan({"grammar_drafts": True}), MethodOptions(grammar_drafts=False))
     assert switched_off.values == joined(Plan({"grammar_drafts": False}), MethodOptions()).values == {"grammar_drafts": False}
-    for group, name in ((ModelOptions(max_len=0), "max_len"), (LimitOptions(kv_memory=0.0), "kv_memory")):
-        with pytest.raises(OutriderError, match=f"invalid --{name.replace('_', '-')} 0"):  # not treated as "not given"
-            joined(Plan({"max_len": 64, "kv_memory": 2}), group)
+    given = {"max_len": 64, "kv_memory": 2}
+    assert joined(Plan(given), ModelOptions(max_len=0), LimitOptions(kv_memory=0.0)).values == {"max_len": 0, "kv_memory": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -119,6 +118,7 @@ def test_zero_counts_as_a_given_value() -> None:
         (["--schema-timeout", "0"], "invalid --schema-timeout 0.0: expected a finite number, above 0"),
         (["--worker-memory", "inf"], "--worker-memory inf"),
         (["--api-keys", "none"], "cannot read the API keys"),
+        (["--max-len", "0"], "invalid --max-len 0"),
     ],
 )
 def test_usage_errors_are_one_line_before_loading(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,6 +171,8 @@ def write_grid(audited: Audited, grid: Grid, output: OutputOptions) -> int:
         if output.out is None or not output.out.exists():
             raise OutriderError("--resume requires the file of an interrupted run: give it with --out")
         known = earlier(output.out, plan_of(audited, grid), "grid", "outrider audit --same-text")
+        if not {"cells", "seconds"} <= known.keys():
+            raise OutriderError(f"--resume: {output.out} was not written by outrider audit --same-text")
     result: dict[str, Any] = {}
     with keeping(lambda: write(output, result, tables.grid_table)):
         try:

@@ -104,7 +104,7 @@ class OutputOptions:
 
         if self.out is None and self.plan.exists():
             raise OutriderError(f"{self.plan} already exists: give --out {self.plan} to replace it, or another name")
-        is_replaced = self.plan.exists() and is_finished(self.journal)
+        is_replaced = self.plan.is_file() and is_finished(self.journal)
         if self.json is None and not self.resume and self.journal.exists() and not is_replaced:
             raise OutriderError(
                 f"{self.journal} already exists: give --resume to continue its search, --json {self.journal} to replace it, or"

@@ -33,11 +33,12 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, context: Context, k: int) -> Proposal:
-        """Draft at most ``min(k, context.limits[b])`` tokens, which is at least 1, on each path of request b.
+        """Draft at most ``min(k, context.limits[b])`` tokens on each path of request b.
 
-        The engine cuts longer chains; deeper trees are scored as they are, except that a request's own K removes nodes. An
-        exception ends drafting for all requests of the context, a ``RequestFault`` (such as the sampler's ``InvalidLogits``)
-        only for those that it names. Read ``context.hidden`` before raising: these states are not passed again.
+        The engine calls it with ``k`` and all limits of at least 1. It cuts longer chains; deeper trees are scored as they
+        are, except that a request's own K removes nodes. An exception ends drafting for all requests of the context, a
+        ``RequestFault`` (such as the sampler's ``InvalidLogits``) only for those that it names. Read ``context.hidden`` before
+        raising: these states are not passed again.
         """
 
     def start(self, request: Request) -> int:
@@ -132,6 +133,11 @@ def pick_with_confidence(sampler: BatchSampler, logits: Tensor, drafts: Tensor, 
             return confidences
     pick(sampler, logits, drafts, step, probs)  # raises where confidences are not finite
     return probs[-1][:, 0].gather(1, drafts[:, step : step + 1]).flatten().tolist()
+
+
+def rows_with_hidden(context: Context, index: int) -> list[int]:
+    """Return the rows of requests with hidden states: there are none before the target has prefilled the prompt."""
+    return [b for b, states in enumerate(context.hidden[index]) if len(states)]
 
 
 def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_size: int) -> Proposal:

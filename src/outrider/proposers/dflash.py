@@ -19,7 +19,7 @@ from outrider.heads.block import BlockHead
 from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import BLOCK
 from outrider.heads.head_runner import CHUNK, newest
-from outrider.proposers.base import Proposer, pick
+from outrider.proposers.base import Proposer, pick, rows_with_hidden
 from outrider.proposers.head_method import HeadConfig, HeadMethod, Loaded
 from outrider.proposers.method import TargetFiles
 from outrider.proposers.portable import Form
@@ -41,8 +41,7 @@ class BlockProposer(Proposer):
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
-        # A request has no features before the target has read its prompt.
-        batch, rows = len(context.requests), [b for b, states in enumerate(context.hidden[self.needs_hidden[0]]) if len(states)]
+        batch, rows = len(context.requests), rows_with_hidden(context, self.needs_hidden[0])
         if not rows:
             return Proposal.empty(batch)
         context = context.take(rows)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from outrider.heads import eagle_formats, findings
-from outrider.heads.checkpoint import EAGLE, measured, read_config
+from outrider.heads.checkpoint import EAGLE, HeadFiles, measured
 from outrider.heads.eagle import EagleHead, check_hidden_states
 from outrider.options import option, several, whole
 from outrider.proposers.head_method import HeadMethod, Loaded, folder_of
@@ -54,8 +54,9 @@ class EagleMethod(HeadMethod):
     check_files = staticmethod(findings.of_eagle)
 
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
-        head = eagle_formats.load(folder, target, getattr(target, "model", None))
-        rates = measured(read_config(folder), "acceptance_by_rank", 1, folder)
+        files = HeadFiles.read(folder)
+        head = eagle_formats.load(files, target, getattr(target, "model", None))
+        rates = measured(files.config, "acceptance_by_rank", 1, folder)
         return Loaded(head, f"EAGLE-{head.shape.generation} head", {"acceptance": rates})
 
     def alternatives(self, setting: Setting) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.heads.feature_head import RolloutHead
 from outrider.heads.head_runner import RolloutRunner, Step, newest
 from outrider.options import option, whole
+from outrider.proposers.base import rows_with_hidden
 from outrider.proposers.tree_chances import RATES, Calibration, Drafted, DrawnTree, Floats, GrownTree, SiblingRates
 from outrider.proposers.tree_sizes import TreeCosts, TreeProposer, TreeSizeConfig
 from outrider.proposers.trees import TreeShape, draw_tree
@@ -64,8 +65,7 @@ class HeadProposer(TreeProposer):
 
     def propose(self, context: Context, k: int) -> Proposal:
         started = perf_counter()
-        # A request has no hidden states before the target has prefilled its prompt.
-        batch, rows = len(context.requests), [b for b, states in enumerate(context.hidden[self.needs_hidden[0]]) if len(states)]
+        batch, rows = len(context.requests), rows_with_hidden(context, self.needs_hidden[0])
         self._drafted = {}
         if not rows:
             return Proposal.empty(batch)

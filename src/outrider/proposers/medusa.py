@@ -22,6 +22,7 @@ from outrider.heads.checkpoint import MEDUSA
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import postprocess_of
 from outrider.options import option, several
+from outrider.proposers.base import rows_with_hidden
 from outrider.proposers.head_method import HeadMethod, Loaded
 from outrider.proposers.method import TargetFiles
 from outrider.proposers.portable import Form
@@ -75,8 +76,7 @@ class MedusaProposer(TreeProposer):
     def propose(self, context: Context, k: int) -> Proposal:
         started, self._drafted = perf_counter(), {}
         (states,) = (context.hidden[index] for index in self.needs_hidden)
-        # A request has no hidden states before the target has prefilled its prompt.
-        rows = [b for b, each in enumerate(states) if len(each)]
+        rows = rows_with_hidden(context, self.needs_hidden[0])
         if not rows:
             return Proposal.empty(len(states))
         context = context.take(rows)

@@ -61,13 +61,13 @@ def load(module: Program, build: bool) -> Run | None:
         try:
             return _load(module, path)
         except Exception as error:  # for example, torch libraries changed without a change of version
-            is_good = is_out_of_memory(error)
-            outcome = "it is compiled anew" if build and not is_good else "passes stay eager"
+            is_kept = is_out_of_memory(error)  # the file is not at fault
+            build &= not is_kept
+            outcome = "it is compiled anew" if build else "passes stay eager"
             logger.warning("the compiled pass at %s does not load (%s): %s", path, first_line(error), outcome)
-            if is_good:
-                return None
-            with suppress(OSError):  # a cache that cannot be written
-                path.unlink()
+            if not is_kept:
+                with suppress(OSError):  # a cache that cannot be written
+                    path.unlink()
     if not build:
         return None
     try:

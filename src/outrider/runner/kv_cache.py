@@ -246,9 +246,8 @@ class KVCache(PassThrough):
             row = self._row_of.get(request_id)
             if row is not None and self._rows[row].token_ids and self.cached_lens[row] >= MIN_SHARED_PREFIX:
                 del self._row_of[request_id]
-                text = self._rows.pop(row).token_ids
-                kept = list(text[: self.cached_lens[row] + self.lookahead])
-                self._rows[row] = _Row(owner_of(request_id), kept, is_running=False)
+                kept = self._rows[row] = self._rows.pop(row)  # the most recently used
+                kept.token_ids, kept.is_running = list(kept.token_ids[: self.cached_lens[row] + self.lookahead]), False
         self.release(request_ids)
 
     def longest_prefix(self, request_id: str, text: Sequence[int], limit: int | None = None) -> tuple[int | None, int]:
@@ -259,11 +258,12 @@ class KVCache(PassThrough):
         ahead = self.lookahead
         most_in_common = len(text) - 1 if limit is None else min(len(text) - 1, limit + ahead)
         owner = owner_of(request_id)
-        held = [(row, each.token_ids) for row, each in self._rows.items() if each.owner == owner]
+        held = [(row, each) for row, each in self._rows.items() if each.owner == owner]
         best, longest = None, MIN_SHARED_PREFIX - 1
-        for row, known in sorted(held, key=lambda each: self._rows[each[0]].is_running):  # others can become the request's own
-            most = min(len(known), self.cached_lens[row] + ahead, most_in_common)
-            length = _common_prefix(known, text, longest + 1 + ahead, most) - ahead
+        # Rows of finished requests first: a request can take one over, and needs a copy of a running one's.
+        for row, each in sorted(held, key=lambda pair: pair[1].is_running):
+            most = min(len(each.token_ids), self.cached_lens[row] + ahead, most_in_common)
+            length = _common_prefix(each.token_ids, text, longest + 1 + ahead, most) - ahead
             if length > longest and self.states.num_usable(row, length):
                 best, longest = row, length
         return best, longest if best is not None else 0

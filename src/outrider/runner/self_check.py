@@ -82,10 +82,11 @@ def _key(model: PreTrainedModel, cache: KVCache, source: str | Path) -> str | No
     """Return the cache key of a passed self-check; None for small models and for unreadable files."""
     try:
         files = weight_files(source)
-        stats, code = disk_keys.state_of(files), disk_keys.code_of(model)
+        stats = disk_keys.state_of(files)
+        if sum(size for _, size, _ in stats) < MIN_BYTES:
+            return None
+        code = disk_keys.code_of(model)
     except OSError:
-        return None
-    if sum(size for _, size, _ in stats) < MIN_BYTES:
         return None
     weights = [(name, each.shape, each.dtype) for name, each in (*model.named_parameters(), *model.named_buffers())]
     sizes = cache.shape, cache.dtype, min(cache.max_rows, len(FIRST)), min(cache.max_len, LENGTH)

@@ -106,7 +106,8 @@ class Penalties:
             num_drafts = start + width - 1  # of the last row; later ones may be padding
             token_ids = counted.ids[:0] if drafts is None else drafts[b, :num_drafts]
             if parents is None:
-                mask = torch.arange(num_drafts) < torch.arange(start, start + width).unsqueeze(-1)
+                rows = torch.arange(start, start + width, device=logits.device)
+                mask = torch.arange(num_drafts, device=logits.device) < rows.unsqueeze(-1)
             else:
                 mask = path_mask(parents[b : b + 1, :num_drafts], start, width)[0]
             # drafts made from text are on the CPU, also for a target on a GPU

@@ -84,7 +84,8 @@ class Service:
             if body.echo:
                 answer.echoes = await self._echoes(given, prompts, body)
             if body.logprobs is not None:
-                ends = [self._token_ends(prompt, body) for prompt in prompts for _ in range(body.n)]
+                follows = [prompt for prompt in prompts for _ in range(body.n)]
+                ends = await self._in_helper_thread(lambda: [self._token_ends(prompt, body) for prompt in follows])
                 answer.token_ends |= enumerate(ends)
             return prompts
 
@@ -103,7 +104,7 @@ class Service:
         return [Echo(*each) for each in zip(texts, prompts, offsets, strict=True)]
 
     def _token_ends(self, prompt: Sequence[int], body: SamplingFields, delimiters: frozenset[int] = frozenset()) -> TokenEnds:
-        """Return the places of the tokens after a prompt."""
+        """Return the ``TokenEnds`` of a choice that follows this prompt."""
         make = self.llm.engine.scheduler.make_detokenizer
         return TokenEnds() if make is None else TokenEnds(make(prompt, body.skip_special_tokens, delimiters))
 
@@ -148,7 +149,9 @@ class Service:
             answer.replies |= enumerate(readers)
             answer.preamble = readers[0].preamble
             if readers[0].may_reason:
-                ends = [self._token_ends(prompts[0], body, answer.delimiters) for _ in readers]
+                ends = await self._in_helper_thread(
+                    lambda: [self._token_ends(prompts[0], body, answer.delimiters) for _ in readers]
+                )
                 answer.token_ends |= enumerate(ends)
             return prompts
 

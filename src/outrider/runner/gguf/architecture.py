@@ -31,7 +31,7 @@ class Architecture:
     theta: float | None = None  # base of rotary positions that files may leave out; None: the config class's
     scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
     entries: Mapping[str, str] = field(default_factory=dict)  # values that the file must state -> the names of their entries
-    # Values that files may leave out -> the names of their entries, the values then or for 0.
+    # Values that files may leave out -> (name of the entry, value if it is missing or 0).
     defaults: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)  # values that llama.cpp's code fixes
     none_if_missing: tuple[str, ...] = ()  # values that are None, not the config class's default, where the file has none
