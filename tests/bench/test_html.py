@@ -123,7 +123,7 @@ def test_more_methods_than_colours_and_dollar_signs_are_drawn() -> None:
     text = Page(html.page(result | {"cells": plain + [each | {"method": name} for name in names for each in cells]})).text
     legend_of_the_first_plot = text[: text.index("Points: measured")]
     assert all(f"{name}, formula" in legend_of_the_first_plot for name in names)
-    assert "2 more draft lengths are in the table of all cells below" in text
+    assert "2 more draft lengths are in the table of speed and acceptance below" in text
 
 
 def test_warnings_are_on_the_page() -> None:

@@ -194,7 +194,7 @@ def test_brackets_are_not_markup_and_failing_drafts_are_reported(tmp_path: Path)
         Console(file=screen, width=200).print(tables.grid_table(result))
         Console(file=screen, width=200).print(tables.certificates(result | {"methods": [], "not_possible": {"a[/b]": "c[/d]"}}))
         screen.seek(0)
-        shown = screen.read()
+        shown = " ".join(screen.read().split())
     assert "./a[/b]" in shown and "./my[/model]" in shown and "a[/b]: c[/d]" in shown
     assert "drafting failed 4 time(s)" in shown and "drafting failed 4 time(s)" in tables.page(result)
 

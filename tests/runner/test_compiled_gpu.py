@@ -29,7 +29,7 @@ def runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModelRunner:
 
 def one_token(stores: list[Tensor]) -> list[Tensor]:
     zero, one = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long)
-    return [one[None] * 5, zero[None], zero, zero, one, torch.ones(1, 1, 1, dtype=torch.bool), zero, *stores]
+    return [one[None] * 5, zero, zero[None], zero, zero, one, torch.ones(1, 1, 1, dtype=torch.bool), *stores]
 
 
 def test_a_program_is_compiled_into_a_file_that_serves_passes_of_any_shape(runner: ModelRunner, tmp_path: Path) -> None:
