@@ -394,8 +394,9 @@ def served_sentence(document: Document) -> str:
     """Return the sentence of README that compares the servers of two engines at one and at four clients."""
     one, four = (speeds.other / speeds.base for speeds in served(document).values())
     return (
-        f"With the Qwen models `outrider serve` generates {one:.2f} times the tokens per second of llama.cpp's server for one "
-        f"client, {four:.2f} times for four (where drafts gain nothing); llama.cpp runs without drafts, which slow it down."
+        f"With the Qwen models `outrider serve` generates {one:.2f} times the tokens per second of llama.cpp's server with one "
+        f"client, {four:.2f} times with four, where Outrider's drafts gain nothing. llama.cpp runs without drafts: they slow "
+        "it down."
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from outrider.train.text import GOLDEN, golden_order
+from outrider.train.text import golden_fraction, golden_order
 from outrider.types import OutriderError
 
 from .corpus import SOURCES, Split
@@ -67,8 +67,7 @@ class Mixture:
         for row, index in enumerate(chosen):
             name = self.names[index]
             stream = self.streams[name]
-            fraction = (self.rows_drawn[name] * GOLDEN + 0.5) % 1.0
-            start = int(fraction * (len(stream) - seq_len - 1))
+            start = int(golden_fraction(self.rows_drawn[name]) * (len(stream) - seq_len - 1))
             out[row] = stream[start : start + seq_len + 1]
             self.rows_drawn[name] += 1
         return torch.from_numpy(out)

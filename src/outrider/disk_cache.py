@@ -138,7 +138,7 @@ def _temporary_dir(problem: str, *parts: str) -> Path:
 
 
 def _unsafe(folder: Path) -> str | None:
-    """Return why other users could write into or replace a folder or file, and what to do about it; None if they cannot."""
+    """Return why other users could write into or replace the folder, and what to do about it; None if they cannot."""
     if not hasattr(os, "getuid"):  # on Windows the mode does not contain the permissions
         return None
     for path in _chain(folder):

@@ -70,9 +70,14 @@ def object_in(file: Path) -> dict[str, Any]:
         return {}
 
 
+def is_device(path: Path) -> bool:
+    """Return whether a path exists but is no regular file, such as /dev/null."""
+    return path.exists() and not path.is_file()
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically, with the line ends of Unix, which scripts need. Links and devices are written to directly."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):  # do not replace /dev/null by a file
+    if path.is_symlink() or is_device(path):  # do not replace /dev/null by a file
         path.write_text(text, encoding="utf-8", newline="\n")
         return
     with replaced(path) as unfinished:

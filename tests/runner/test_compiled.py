@@ -293,7 +293,7 @@ def test_threads_that_compile_do_not_exchange_their_folders(monkeypatch, tmp_pat
     ("command", "option"),
     [("env g++ -pipe", {"cpp.cxx": "g++"}), ("env clang -stdlib=libc++", {}), ("g++", {})],
 )
-def test_a_compiler_with_arguments_is_one_program_for_inductor(command, option, monkeypatch):
+def test_inductor_gets_only_the_program_of_a_command_with_arguments(command, option, monkeypatch):
     monkeypatch.setattr(compiled, "find_compiler", command.split)
     assert compiled._compiler_option() == option
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from outrider.bench.breakdown import MEANING
-from outrider.bench.documents import Cell, at, busy_label, distinct, headline, loop_warnings
+from outrider.bench.documents import Cell, at, busy_label, distinct, loop_warnings
 from outrider.bench.tables import MORE, Section, sections
 from outrider.errors import how_to_install
 from outrider.types import OutriderError
@@ -27,9 +27,10 @@ def page(result: Mapping[str, Any]) -> str:
     check_installed()
     from outrider.bench.plots import plots
 
-    cells = [headline(cell) for cell in result["cells"]]
+    shown = sections(result)
+    cells = shown[0].cells
     note = "The parts of measured minus formula, in units of speedup; latency of whole outputs."
-    shown = [*sections(result), Section("More figures", note, MORE, cells)]
+    shown.append(Section("More figures", note, MORE, cells))
     return render(
         result,
         title="Outrider benchmark",

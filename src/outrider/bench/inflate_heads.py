@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 from outrider.bench.inflate import built_once, cache_folder, new_folder
 from outrider.bench.shapes import Shape, source_shape
-from outrider.bench.widening import Inflater, Noise
+from outrider.bench.widening import Inflater, Noise, Reader
 from outrider.heads import eagle_formats, medusa
 from outrider.heads.checkpoint import (
     BLOCK,
@@ -74,32 +74,11 @@ class InflatedTarget:
         return self.real_layers[index] if index < self.small.layers else self.large.layers
 
 
-class _Reader:
-    """Widens matrices that read the output of the inflated target or of a head on it."""
-
-    def __init__(self, target: InflatedTarget, noise: Noise) -> None:
-        self.small, self.large, self.noise = target.small.hidden, target.large.hidden, noise
-
-    def __call__(self, weight: Tensor, num_rows: int, places: Tensor, is_silent: bool = False) -> Tensor:
-        """Widen a matrix that reads n hidden states, [r, n * h], to [num_rows, n * H].
-
-        Its rows are at ``places``; all other weights are random. With ``is_silent``, other rows read nothing, so that their
-        outputs are zero.
-        """
-        blocks = weight.split(self.small, 1)
-        wide = self.noise(num_rows, len(blocks) * self.large)
-        for block, part in zip(blocks, wide.split(self.large, 1), strict=True):
-            if is_silent:
-                part[:, : self.small] = 0
-            part[places, : self.small] = block.to(part.dtype)
-        return wide
-
-
 def wide_medusa(heads: medusa.MedusaHeads, target: InflatedTarget) -> medusa.MedusaHeads:
     """Return Medusa heads for the inflated target. Raises ``OutriderError`` if they are not as wide as the small one."""
     check_width(heads.shape.hidden_size, target)
     shape, hidden = heads.shape, target.large.hidden
-    read = _Reader(target, Noise(target.dtype, SEED))
+    read = Reader(target.small.hidden, hidden, Noise(target.dtype, SEED))
     features, tokens = torch.arange(shape.hidden_size), torch.arange(shape.vocab_size)
     tensors = {}
     for name, weight in heads.state_dict().items():
@@ -128,10 +107,9 @@ class _Widener:
     def __init__(self, config: Mapping[str, Any], target: InflatedTarget) -> None:
         small, large, own = target.small, target.large, source_shape(config)
         check_width(own.hidden, target)
-        noise = Noise(target.dtype, SEED)
         shape = replace(large, ffn=max(large.ffn, own.ffn), layers=max(large.layers, own.layers))
-        self.target, self.read = target, _Reader(target, noise)
-        self.wide = Inflater(config, shape, noise, target.dtype)
+        self.target, self.wide = target, Inflater(config, shape, Noise(target.dtype, SEED), target.dtype)
+        self.read = self.wide.read
         self.features = torch.arange(small.hidden)
         self.num_kernels = 2 * (config.get("dflash_config") or {}).get("conv_kernel_size", 0)
         self.sizes = self.wide.sizes | {"dtype": dtype_name(target.dtype)}

@@ -121,9 +121,9 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """Return the sections; if there are many workloads, methods by workload."""
-    found = [_table(section) for section in sections(result)]
-    found[2:2] = _matrices([headline(cell) for cell in result["cells"]])
-    return found
+    found = sections(result)
+    speeds, reasons, *loops = map(_table, found)
+    return [speeds, reasons, *_matrices(found[0].cells), *loops]
 
 
 def _table(section: Section) -> Table:

@@ -37,6 +37,28 @@ class Noise:
         return flat.view(shape)
 
 
+class Reader:
+    """Widens matrices that read hidden states of the large model."""
+
+    def __init__(self, small: int, large: int, noise: Noise) -> None:
+        """``small``, ``large``: widths of the hidden states of both models."""
+        self.small, self.large, self.noise = small, large, noise
+
+    def __call__(self, weight: Tensor, num_rows: int, places: Tensor, is_silent: bool = False) -> Tensor:
+        """Widen a matrix that reads n hidden states, [r, n * h], to [num_rows, n * H].
+
+        Its rows are at ``places``; all other weights are random. With ``is_silent``, other rows read nothing, so that their
+        outputs are zero.
+        """
+        blocks = weight.split(self.small, 1)
+        wide = self.noise(num_rows, len(blocks) * self.large)
+        for block, part in zip(blocks, wide.split(self.large, 1), strict=True):
+            if is_silent:
+                part[:, : self.small] = 0
+            part[places, : self.small] = block.to(part.dtype)
+        return wide
+
+
 class Inflater:
     """Placement of the small model's weights in the large one."""
 
@@ -49,6 +71,7 @@ class Inflater:
             )
         self.norm_scale = math.sqrt(small.hidden / large.hidden)  # a power of two: exact in bfloat16
         self.small, self.large, self.dim, self.noise, self.dtype = small, large, dim, noise, dtype
+        self.read = Reader(small.hidden, large.hidden, noise)
         self.sizes = {  # of the large model's config
             "hidden_size": large.hidden,
             "intermediate_size": large.ffn,
@@ -96,14 +119,10 @@ class Inflater:
 
         Other rows are random, or zero on the real features if ``is_silent``; columns after the real features are random.
         """
-        if weight.ndim == 1:
-            wide = torch.zeros(num_rows, dtype=self.dtype)
-            wide[rows] = weight
-        else:
-            wide = self.noise(num_rows, self.large.hidden)
-            if is_silent:
-                wide[:, : self.small.hidden] = 0
-            wide[rows, : self.small.hidden] = weight
+        if weight.ndim > 1:
+            return self.read(weight, num_rows, rows, is_silent)
+        wide = torch.zeros(num_rows, dtype=self.dtype)
+        wide[rows] = weight
         return wide
 
     def writer(self, weight: Tensor, num_columns: int, columns: Tensor, nonzero: Tensor) -> Tensor:

@@ -238,13 +238,13 @@ def stages(report: Report, name: str) -> Callable[[str, int, float], None]:
     """Return a function that reports a method's progress: description, steps since the last call, total (0, inf: unknown)."""
     done = 0
 
-    def say(what: str, steps: int, total: float) -> None:
+    def advance(what: str, steps: int, total: float) -> None:
         nonlocal done
         done += steps
         known = max(round(total), done) if total and math.isfinite(total) else 0
         report(done, known, f"{name}: {what}" if what else name)
 
-    return say
+    return advance
 
 
 def _parse_length(text: str) -> int:

@@ -22,6 +22,7 @@ from outrider.cli.options import (
 from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located
 from outrider.errors import OutriderError
+from outrider.files import is_device
 from outrider.hub import id_of_cached
 from outrider.method_text import split_method, split_methods, with_drafts
 from outrider.options import INT32, SAMPLING, option, whole
@@ -92,8 +93,8 @@ class OutputOptions:
 
     @property
     def journal(self) -> Path:
-        is_device = self.plan.exists() and not self.plan.is_file()  # /dev/null has no neighbours
-        return self.json or (Path(PLAN) if is_device else self.plan).with_suffix(".json")
+        own = Path(PLAN) if is_device(self.plan) else self.plan  # /dev/null has no neighbours
+        return self.json or own.with_suffix(".json")
 
     def check(self, traffic: Path | None) -> None:
         """Check output files before measuring. By default a plan is not replaced, and the traffic never.

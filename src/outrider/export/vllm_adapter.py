@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 Tokens = NDArray[np.int32]
 KEY = "outrider"  # in vLLM's additional_config: {"method": "name:option=value"}
-FAULT_PAUSE = 64  # steps without drafts after a fault; each further one doubles it, as in outrider.engine.guard
+FAULT_PAUSE = 64  # steps without drafts after a fault; each further one doubles it
 MAX_DOUBLINGS = 6
 PATIENCE = 64  # steps until an unmatched sequence counts as ended; it may have been preempted
 

@@ -190,7 +190,7 @@ class CombinedMethod(MethodSpec):
         config = self._config(setting)
         for part, own in self._settings(setting):
             part.portable(own)
-        return Portable(Form.TEXT if self.is_model_free else Form.PAIR, None, config, frozenset(setting.options))
+        return Portable(Form.TEXT if self.is_model_free else Form.PAIR, None, config)
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check both methods."""

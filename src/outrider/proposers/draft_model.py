@@ -238,8 +238,7 @@ class DraftModelMethod(MethodSpec):
             is_parallel = bool(options.parallel)
         else:
             is_parallel = drafts_in_parallel(config, options, found.source)
-        form = self.exported_in_parallel if is_parallel else self.exported
-        return replace(found, form=form, config=replace(options, parallel=is_parallel))
+        return replace(found, form=self.exported_in_parallel if is_parallel else self.exported)
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check vocabulary, context and size from the draft's config and tokenizer."""

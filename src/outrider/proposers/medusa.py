@@ -75,16 +75,16 @@ class MedusaProposer(TreeProposer):
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
         started, self._drafted = perf_counter(), {}
-        (states,) = (context.hidden[index] for index in self.needs_hidden)
-        rows = rows_with_hidden(context, self.needs_hidden[0])
+        batch, rows = len(context.requests), rows_with_hidden(context, self.needs_hidden[0])
         if not rows:
-            return Proposal.empty(len(states))
+            return Proposal.empty(batch)
         context = context.take(rows)
         k = min(k, self.max_drafts, max(context.limits))
         is_drawn = not context.sampler.is_deterministic
         rates = self._rates[is_drawn]
         shape = self._sizes.shape(rates.table[:k], context, is_levelwise=False)
-        last = torch.stack([states[b][-1] for b in rows]).to(self.device, self.dtype)  # [A, H]
+        states = context.hidden[self.needs_hidden[0]]
+        last = torch.stack([each[-1] for each in states]).to(self.device, self.dtype)  # [A, H]
         lens = torch.tensor([shape.cut(limit) for limit in context.limits])
         drafted: Sequence[Drafted]
         if is_drawn:
@@ -99,7 +99,7 @@ class MedusaProposer(TreeProposer):
         if not self._sizes.is_fixed:  # a fixed tree keeps the output of a seed independent of other requests
             self._drafted = dict(zip(context.request_ids, drafted, strict=True))
         self._sizes.learn(len(shape.parents), max(shape.depths), 1, started)
-        return replace(proposal, lens=lens).scatter(rows, len(states))
+        return replace(proposal, lens=lens).scatter(rows, batch)
 
     def _distributions(self, last: Tensor, depth: int) -> Tensor:
         """Map last hidden states [A, H] to logits [D, A, V] of the first D heads."""

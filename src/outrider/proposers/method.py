@@ -193,7 +193,7 @@ class MethodSpec:
         """
         setting = setting.of(self)
         source = None if setting.draft is None else str(setting.draft)
-        return Portable(self.exported, source, setting.config(self.options), frozenset(setting.options))
+        return Portable(self.exported, source, setting.config(self.options))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check from files and configs whether the method fits the target, before ``build`` loads anything."""

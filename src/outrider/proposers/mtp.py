@@ -43,7 +43,7 @@ class MtpMethod(HeadMethod):
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
         assert isinstance(target, ModelRunner)  # its layers are those of the target's class
         is_gguf = gguf.find(folder) is not None
-        # a GGUF file has no config.json
+        # a target's GGUF file states no acceptance
         rates = None if is_gguf else measured(read_config(folder), "acceptance_by_rank", 1, folder)
         return Loaded(mtp_formats.load_any(folder, target), "MTP head", {"acceptance": rates})
 

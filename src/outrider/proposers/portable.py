@@ -44,7 +44,6 @@ class Portable:
     form: Form
     source: Any  # folder or hub id of its draft, a str; None without one
     config: Any  # its options, of the method's class
-    given: frozenset[str]  # names of the options that the user set
 
     @property
     def drafts_trees(self) -> bool:

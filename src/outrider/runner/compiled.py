@@ -144,7 +144,7 @@ def _inductor_in(folder: Path) -> Iterator[None]:
 
 
 def _compiler_option() -> dict[str, Any]:
-    """Return the compiler in a ``$CXX`` of several words, such as ``ccache g++ -pipe``: inductor expects one word."""
+    """Return the compiler in a ``$CXX`` of several words, such as ``ccache g++ -pipe``, alone: inductor expects one word."""
     command = find_compiler() or []
     found = next((word for word in command if "++" in word and not word.startswith("-")), None)
     return {"cpp.cxx": found} if found and len(command) > 1 else {}

@@ -10,7 +10,6 @@ from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TypeVar
 
 CACHE_BUCKET = 256  # committed tokens that share an entry
 WEIGHT = 0.1  # weight of a new observation in the running mean
@@ -27,7 +26,6 @@ LINE_MEMORY = 0.95  # decay per reading of the earlier readings of a fitted line
 START_WEIGHT = 0.3  # weight of each line's initial point: a draft of -1 tokens takes no time
 LINE_SPIKE = 2.0  # a reading above this multiple of the line is clipped
 
-K = TypeVar("K")
 Key = tuple[int, int]  # batch, cache bucket
 
 
@@ -101,7 +99,7 @@ class CostBook:
         batch = len(lens)
         self.record_pass(self.width(lens), batch, cache_len, score, first_layer, is_cold)
         if not any(lens) and not (is_cold and (batch, is_greedy) in self._overhead):
-            _add(self._overhead, (batch, is_greedy), overhead)
+            self._overhead.setdefault((batch, is_greedy), Mean(overhead, count=0)).add(overhead)
 
     def record_pass(
         self, width: float, batch: int, cache_len: int, seconds: float, first_layer: int = 0, is_cold: bool = False
@@ -114,7 +112,7 @@ class CostBook:
     def pass_seconds(self, width: float, batch: int, cache_len: int, first_layer: int = 0) -> float | None:
         """Return the seconds of a pass; None until one of this batch size ran."""
         table = self._passes.get(first_layer)
-        return None if table is None else table.seconds(width, batch, cache_len // CACHE_BUCKET)
+        return None if table is None else table.costs(batch, cache_len // CACHE_BUCKET)(width)
 
     def score_seconds(self, batch: int, cache_len: int, first_layer: int = 0) -> Callable[[float], float]:
         """Return the seconds of a scoring pass that begins at ``first_layer`` as a function of its width.
@@ -122,12 +120,12 @@ class CostBook:
         Until one was measured they are those of whole passes.
         """
         bucket = cache_len // CACHE_BUCKET
-        table = self._passes.get(first_layer)
-        if table is None or table.seconds(1, batch, bucket) is None:
-            table = self._passes[0]
+        whole = self._passes[0].costs(batch, bucket)
+        begun = self._passes[first_layer].costs(batch, bucket) if first_layer in self._passes else whole
+        seconds = whole if begun(1) is None else begun
         # A wider pass never costs less unless drafting ran a part of it; a lower measurement is noise.
-        least = 0.0 if first_layer else table.seconds(1, batch, bucket) or 0.0
-        return lambda width: max(table.seconds(width, batch, bucket) or 0.0, least)
+        least = 0.0 if first_layer else whole(1) or 0.0
+        return lambda width: max(seconds(width) or 0.0, least)
 
     def tree_scores(self, most: int, batch: int, cache_len: int) -> list[float]:
         """Return the seconds of passes over 0, 1, ..., ``most`` drafts of each request, made non-decreasing.
@@ -189,7 +187,7 @@ class MethodCosts:
             if self._ignores(("overhead", batch), overhead, most=plain_round):
                 return
             overhead = min(overhead, plain_round)
-        _add(self._overhead, batch, overhead)
+        self._overhead.setdefault(batch, Mean(overhead, count=0)).add(overhead)
 
     def record_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
         """Record the time that a proposer took, beyond its draft steps, to process new committed tokens; return these seconds.
@@ -304,10 +302,11 @@ class _PassTable:
         if width == 1:
             self.run_plain.add(batch)
 
-    def seconds(self, width: float, batch: int, bucket: int) -> float | None:
-        """Return the cost of a width of this batch size, at this cache length or the nearest one; None if none ran."""
+    def costs(self, batch: int, bucket: int) -> Callable[[float], float | None]:
+        """Return the cost of a pass by its width, at this cache length or the nearest one; None if none ran."""
         key = batch, bucket
-        return self._interpolated(self._tables.get(key) or _nearest(self._tables, key), width, batch)
+        table = self._tables.get(key) or _nearest(self._tables, key)
+        return lambda width: self._interpolated(table, width, batch)
 
     def _start_table(self, key: Key, width: float) -> dict[float, Mean]:
         """Return the costs of the nearest cache bucket, with an interpolated one for ``width``."""
@@ -397,13 +396,6 @@ class Line:
         # Intercept and slope are not negative: more drafts never take less time.
         self._slope = min(max(slope, 0.0), self._seconds / self._k)
         self._base = max((self._seconds - self._slope * self._k) / self.weight, 0.0)
-
-
-def _add(means: dict[K, Mean], key: K, seconds: float) -> None:
-    if key in means:
-        means[key].add(seconds)
-    else:
-        means[key] = Mean(seconds)
 
 
 def _nearest(tables: dict[Key, dict[float, Mean]], key: Key) -> dict[float, Mean]:

@@ -27,12 +27,12 @@ def key(*parts: object) -> str:
 def own_code() -> str:
     """Return a hash of the sources of the runner and of ``native``, and of the versions of torch and transformers."""
     files = [*Path(__file__).parent.rglob("*"), *native.build.FOLDER.rglob("*")]
-    code = _content(file for file in files if file.suffix in CODE and file.is_file())  # editors put broken links beside it
+    code = _content(file for file in files if file.suffix in CODE and file.is_file())  # lock files of editors are broken links
     return key(torch.__version__, transformers.__version__, code)
 
 
 def code_of(program: nn.Module) -> str:
-    """Return a hash of ``own_code`` and of the files that define a program's modules, torch's excepted."""
+    """Return a hash of ``own_code`` and of the files that define a program's modules, except torch's and transformers'."""
     classes = {each for module in program.modules() for each in type(module).__mro__}
     names = {each.__module__ for each in classes if each.__module__.split(".")[0] not in ("torch", "transformers")}
     return key(own_code(), _content(Path(file) for name in names if (file := getattr(sys.modules.get(name), "__file__", None))))

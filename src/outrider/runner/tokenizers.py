@@ -103,14 +103,14 @@ def is_tokenizer_of(tokenizer: PreTrainedTokenizerBase, source: str | Path) -> b
     if own is not None and other is not None:
         return _stated(own) == _stated(other)
     folders = on_this_machine(tokenizer.name_or_path), on_this_machine(source)
-    with suppress(OSError):  # a file is missing, or is reported when it is loaded
+    with suppress(OSError):  # a file is missing or unreadable; loading reports the latter
         if folders[0] is not None and folders[1] is not None:
             return all(filecmp.cmp(folders[0] / name, folders[1] / name, shallow=False) for name in TOKENIZER[1:])
     return False
 
 
 def _stated(path: Path) -> tuple[object, ...]:
-    """Return the vocabulary of a GGUF file, and its tokens for the begin and the end of a text."""
+    """Return the vocabulary of a GGUF file and the ids of its beginning- and end-of-text tokens."""
     file = gguf.GgufFile.open(path)
     return file.vocabulary(), *(file.entry(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-from outrider.files import earlier, locked, object_in, write_whole
+from outrider.files import earlier, is_device, locked, object_in, write_whole
 from outrider.types import OutriderError
 
 SCHEMA = "outrider-tune/2"
@@ -29,7 +29,7 @@ def is_finished(path: Path) -> bool:
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Context manager: lock a journal. Raises ``OutriderError`` if it cannot, as while another search writes to it."""
-    if path.exists() and not path.is_file():  # /dev/null
+    if is_device(path):
         yield
         return
     # Not the journal, which is replaced at each write. It stays: two processes could lock a deleted file and a new one.

@@ -175,7 +175,7 @@ class Grammars:
             del self._kept[cached.pop(0)]
 
     def _fits(self, client: Client, num_bytes: int, in_memory: Mapping[TokenGrammar, str]) -> bool:
-        """Return whether a grammar fits beside those in memory, and in this client's share."""
+        """Return whether a grammar fits in memory together with these, and in this client's share."""
         held = Counter({client.queue_key: num_bytes})
         for grammar, queue_key in in_memory.items():
             held[queue_key] += grammar.num_bytes

@@ -271,7 +271,7 @@ class CountBody(TranslatedFields):
                 else:
                     messages.append({"role": "user", "content": block.text})
         system = [{"role": "system", "content": "\n\n".join(instructions)}] if instructions else []
-        return system + joined(messages, ("user", "assistant"))
+        return system + merged(messages, ("user", "assistant"))
 
 
 class MessagesBody(CountBody):
@@ -289,8 +289,8 @@ def _without_billing(text: str) -> str:
     return text.partition("\n")[2].lstrip() if text.startswith(BILLING) else text
 
 
-def joined(messages: Sequence[dict[str, Any]], roles: Sequence[str]) -> list[dict[str, Any]]:
-    """Return messages with the texts and calls of those that follow each other in one, if they have one of these roles."""
+def merged(messages: Sequence[dict[str, Any]], roles: Sequence[str]) -> list[dict[str, Any]]:
+    """Return messages with consecutive messages of the same role merged into one, if it is one of these roles."""
     found: list[dict[str, Any]] = []
     for role, group in groupby(messages, itemgetter("role")):
         alike = list(group)

@@ -50,8 +50,11 @@ class _Task:
     """A waiting or running job."""
 
     job: Job
+    client: Client
+    cost: float
     pushed: float
     result: asyncio.Future[Job]
+    is_repeated: bool = False
 
     def end(self, answer: Job | Exception) -> None:
         if self.result.done():  # the caller was cancelled
@@ -154,13 +157,12 @@ class WorkerPool:
         """Run a job and return its result. ``cost``: estimated work, by which the scheduling is fair between clients.
 
         Raises ``OutriderError`` if the job is refused, exceeds its limit of processor time or memory or crashes its process,
-        ``Busy`` if it got too little processor time or was killed, ``Stopping`` if none starts.
+        ``Busy`` if its process got too little processor time or was killed twice, ``Stopping`` if no process starts.
         """
         if self.start_error is not None:
             raise Stopping(self.start_error)
-        task = _Task(job, monotonic(), asyncio.get_running_loop().create_future())
-        self._waiting.push(task, client.queue_key, client.priority, cost)
-        self._job_added.set()
+        task = _Task(job, client, cost, monotonic(), asyncio.get_running_loop().create_future())
+        self._push(task)
         try:
             answer = await task.result
         finally:
@@ -168,6 +170,10 @@ class WorkerPool:
         if "refused" in answer:
             raise OutriderError(answer["refused"])
         return answer
+
+    def _push(self, task: _Task) -> None:
+        self._waiting.push(task, task.client.queue_key, task.client.priority, task.cost)
+        self._job_added.set()
 
     async def _run(self) -> None:
         """Run jobs in one process at a time; replace a process that is killed."""
@@ -193,7 +199,7 @@ class WorkerPool:
             task.result.cancel()
             raise
         except (TimeoutError, WorkerLost) as error:
-            task.end(self._failure(error))
+            self._retry_or_end(task, error)
             return False
         except Exception as error:  # such as an answer that is not JSON: it must not end this runner
             logger.exception("a process to %s failed", self._what)
@@ -232,6 +238,16 @@ class WorkerPool:
             else:
                 self._start_error, self._last_progress = None, monotonic()
                 return worker
+
+    def _retry_or_end(self, task: _Task, error: WorkerLost | TimeoutError) -> None:
+        """Queue a job once more whose process was killed from outside; otherwise end it with an error."""
+        if isinstance(error, WorkerLost) and error.code == -signal.SIGKILL and not task.is_repeated:
+            logger.warning("a process to %s was killed: retrying its job", self._what)
+            task.is_repeated = True
+            if not task.result.done():  # its caller waits
+                self._push(task)
+        else:
+            task.end(self._failure(error))
 
     def _failure(self, error: WorkerLost | TimeoutError) -> OutriderError:
         """Return the error of a job whose process was lost."""

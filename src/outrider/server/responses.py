@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from outrider.errors import OutriderError
 from outrider.options import INT32
-from outrider.server.messages import joined
+from outrider.server.messages import merged
 from outrider.server.mistakes import as_chat, known, refused, type_of
 from outrider.server.protocol import (
     MAX_MESSAGES,
@@ -341,11 +341,11 @@ def _items_as_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, MessageItem):
             said = _joined(item.content)
             if messages and messages[-1]["role"] == "assistant":
-                said = said.removeprefix("\n")  # ``joined`` puts one between texts
+                said = said.removeprefix("\n")  # ``merged`` puts one between texts
             messages.append({"role": "assistant", "content": said})
         elif isinstance(item, CallItem):
             function = {"name": _name_in_chat(item.namespace, item.name), "arguments": item.arguments}
             messages.append({"role": "assistant", "tool_calls": [{"id": item.call_id, "function": function}]})
         elif isinstance(item, ReasoningItem) and (thoughts := _joined(item.content) or _joined(item.summary)):
             messages.append({"role": "assistant", "reasoning_content": thoughts})
-    return joined(messages, ("assistant",))
+    return merged(messages, ("assistant",))

@@ -191,9 +191,14 @@ def held_out(num_rows: int) -> int:
     return max(1, min(num_rows // 20, 64))
 
 
+def golden_fraction(i: int) -> float:
+    """Return the i-th of fractions that are spread evenly over 0 to 1, for any number of them."""
+    return (i * GOLDEN + 0.5) % 1.0
+
+
 def golden_order(first: int, count: int, total: int) -> Tensor:
     """Return the next ``count`` of ``total`` row indices, int64 [count], from frac(i * golden ratio)."""
-    return torch.tensor([int((i * GOLDEN + 0.5) % 1.0 * total) for i in range(first, first + count)])
+    return torch.tensor([int(golden_fraction(i) * total) for i in range(first, first + count)])
 
 
 class RowOrder:

@@ -62,7 +62,7 @@ class Acceptance:
 
     def request_rates(self, own: Acceptance, expected: Sequence[float]) -> list[float]:
         """Return a request's acceptance by position: its own counts, with the rates of these shared ones as a prior."""
-        # Between the light and the heavy weight geometrically, by the probability that requests are alike.
+        # Interpolate geometrically between the two weights, by the probability that requests are alike.
         weight = EXPECTED_WEIGHT * (ALIKE_WEIGHT / EXPECTED_WEIGHT) ** (1 / (1 + exp(-self.alike)))
         return own.rates(self.rates(expected), weight)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import inf
 
 from outrider.tune.choice import best_alike
-from outrider.tune.track import FIRST_PAUSE, MAX_PAUSE, TrackedBatch, rows_by_depth
+from outrider.tune.track import TrackedBatch, rows_by_depth
 from outrider.types import Round
 
 NEW_REQUEST_WAIT = 4  # limit of the wait for a probe, times the batch size, when a request joins
@@ -15,6 +15,7 @@ PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PR
 MAX_PROBE = 4
 FAR_BEHIND = 512  # tokens that the proposer has not processed, above which a request may be left out
 
+FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before a probe: at first, and at most
 EXPLORATION_SHARE = 0.02  # share of all time that may be lost
 FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: initial, and maximum unless a more expensive probe is pending
 

@@ -13,7 +13,6 @@ from outrider.types import Context, Request
 
 DECAY = 0.93  # decay of a request's counts per round: about 14 rounds
 IDLE_DECAY = 0.97  # the same per round in which only others draft: after about 30, drafts are tried again
-FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before a probe: at first, and at most
 
 
 @dataclass(slots=True)

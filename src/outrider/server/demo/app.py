@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 PAGE = Path(__file__).parent / "page"
-# Of ``ServerConfig``: bytes of a request, seconds until a visitor who does not read messages leaves the queue.
+# Of ``ServerConfig``: bytes of a request; seconds after which a visitor who does not read messages leaves the queue.
 LIMITS: dict[str, Any] = {"max_body": 32_768, "idle_timeout": 10.0}
 MAX_WAITING = 32  # visitors in the queue, the racing one included
 HEARTBEAT = 2.0  # seconds between queue position updates
@@ -148,7 +148,7 @@ async def _written(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes,
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """Return an error as one line, like the server of ``outrider serve``."""
+    """Return an error in OpenAI's format, as ``outrider serve`` does."""
     return error_response(request.url.path, request.state.call, *as_http_error(error))
 
 
