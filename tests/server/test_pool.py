@@ -259,6 +259,18 @@ async def test_a_killed_worker_loses_no_answer(plain: LLM) -> None:
         assert (await pool.do(CHEAP, 1, ANYONE)).keys() == {"bytes"}
 
 
+@pytest.mark.skipif(not LISTED, reason="needs /proc (Linux)")
+@in_loop
+async def test_all_workers_may_be_killed_while_they_are_idle(plain: LLM) -> None:
+    others = children(os.getpid())
+    async with started(schema_pool(plain, size=2)) as pool:
+        while pool._num_ready < 2:
+            await asyncio.sleep(0.05)
+        for worker in children(os.getpid()) - others:
+            os.kill(worker, signal.SIGKILL)
+        assert (await pool.do(CHEAP, 1, ANYONE)).keys() == {"bytes"}
+
+
 @pytest.mark.parametrize(
     ("code", "told", "is_remembered"),
     [

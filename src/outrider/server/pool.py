@@ -54,7 +54,7 @@ class _Task:
     cost: float
     pushed: float
     result: asyncio.Future[Job]
-    is_repeated: bool = False
+    num_killed: int = 0  # processes that were killed from outside while they had this job
 
     def end(self, answer: Job | Exception) -> None:
         if self.result.done():  # the caller was cancelled
@@ -157,7 +157,7 @@ class WorkerPool:
         """Run a job and return its result. ``cost``: estimated work, by which the scheduling is fair between clients.
 
         Raises ``OutriderError`` if the job is refused, exceeds its limit of processor time or memory or crashes its process,
-        ``Busy`` if its process got too little processor time or was killed twice, ``Stopping`` if no process starts.
+        ``Busy`` if its process got too little processor time or was killed repeatedly, ``Stopping`` if no process starts.
         """
         if self.start_error is not None:
             raise Stopping(self.start_error)
@@ -240,10 +240,13 @@ class WorkerPool:
                 return worker
 
     def _retry_or_end(self, task: _Task, error: WorkerLost | TimeoutError) -> None:
-        """Queue a job once more whose process was killed from outside; otherwise end it with an error."""
-        if isinstance(error, WorkerLost) and error.code == -signal.SIGKILL and not task.is_repeated:
+        """Queue a job again whose process was killed from outside, once for each process; otherwise end it with an error.
+
+        All of them may have been killed while they were idle.
+        """
+        if isinstance(error, WorkerLost) and error.code == -signal.SIGKILL and task.num_killed < self._size:
             logger.warning("a process to %s was killed: retrying its job", self._what)
-            task.is_repeated = True
+            task.num_killed += 1
             if not task.result.done():  # its caller waits
                 self._push(task)
         else:
