@@ -12,7 +12,7 @@ from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.kv_cache import CacheShape, KVCache, LayerShape
 from outrider.runner.layouts import shared_chunk
 from outrider.runner.loading import cache_argument
-from outrider.runner.longrope import LongTexts
+from outrider.runner.longrope import LongRows
 from outrider.runner.state_cache import StateKey, StateShape, StateShapes, grouped
 from outrider.runner.survey import survey_without_weights
 from outrider.types import Context, OutriderError
@@ -269,21 +269,21 @@ def test_a_wide_chunk_of_one_request_does_not_widen_the_rows_beyond_what_was_adm
     assert reserved == [60]
 
 
-def test_the_flags_of_long_texts_move_with_the_rows():
+def test_the_flags_of_long_rows_move_with_the_rows():
     budget = 1200 * CacheShape.uniform(1, 1, 8, 8).floats_per_token * 4
     cache = KVCache(CacheShape.uniform(1, 1, 8, 8), 4, 400, torch.float32, torch.device("cpu"), budget)
-    texts = LongTexts(100, 4, torch.device("cpu"))
-    cache.on_compact = texts.keep_rows
+    long_rows = LongRows(100, 4, torch.device("cpu"))
+    cache.on_compact = long_rows.keep_rows
     assert cache.admit("long", 200) and cache.admit("other", 120) and cache.admit("short", 120)
     rows, lens = [cache.row(name) for name in ("long", "other", "short")], (150, 90, 100)
     cache.reserve(200)
-    texts.update(rows, [range(length) for length in lens], cache.cached_lens)
+    long_rows.update(rows, [range(length) for length in lens], cache.cached_lens)
     for row, length in zip(rows, lens, strict=True):
         cache.cached_lens[row] = length - 1
     cache.release(["long", "other"])
     assert cache.admit("next", 300) and cache.row("short") == 0
-    texts.update([0], [range(101)], cache.cached_lens)  # it crosses the border: its keys have the short frequencies
-    assert cache.cached_lens[0] == 0 and texts.is_long[0]
+    long_rows.update([0], [range(101)], cache.cached_lens)  # it crosses the border: its keys have the short frequencies
+    assert cache.cached_lens[0] == 0 and long_rows.is_long[0]
 
 
 @pytest.mark.parametrize("grow", ["slots", "rows", "compact"])

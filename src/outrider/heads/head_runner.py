@@ -130,7 +130,7 @@ class HeadRunner(ABC, Generic[Head]):
 
     def start(self, request: Request) -> int:
         """Start a new request from the longest cached prefix. Return the number of leading tokens whose features are in it."""
-        return self.cache.cached_lens[self.cache.row_for(request.request_id, request.token_ids)]
+        return self.cache.cached_lens[self.cache.row_with_prefix(request.request_id, request.token_ids)]
 
     def _rotation_at(self, like: Tensor, positions: Tensor) -> Rotation:
         """Return cosines and sines [1, T, D] at positions [1, T].
@@ -186,7 +186,7 @@ class RolloutRunner(HeadRunner[RolloutHead]):
     def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> Step:
         """Return the step after each request's last token, [B]."""
         inputs = self._layouts.chain(ids, rows, [self.cache.cached_lens[row] for row in rows])
-        last = [start + len(text) - 1 for start, text in zip(inputs.starts, ids, strict=True)]
+        last = [start + len(own) - 1 for start, own in zip(inputs.starts, ids, strict=True)]
         return self._run(inputs.layout, inputs.ids, inputs.join(hidden), self._layouts.row_indices(last, [1] * len(last)))
 
     @torch.inference_mode()

@@ -124,7 +124,7 @@ class _Row:
     """A row in use: of a running request, or of a finished one until the row is needed."""
 
     owner: str
-    token_ids: Sequence[int] = ()  # its text, if rows are kept
+    token_ids: Sequence[int] = ()  # its sequence, if rows are kept
     is_running: bool = True
 
 
@@ -226,18 +226,18 @@ class KVCache(PassThrough):
 
     # -- common prefixes ------------------------------------------------------------------------------------------------------
 
-    def row_for(self, request_id: str, text: Sequence[int], limit: int | None = None) -> int:
+    def row_with_prefix(self, request_id: str, sequence: Sequence[int], limit: int | None = None) -> int:
         """Return the request's row; a new one starts with the longest cached prefix (see ``longest_prefix``)."""
         if not self.keeps_prefixes:
             return self.row(request_id)
         found = self._row_of.get(request_id)
         if found is None:
-            source, length = self.longest_prefix(request_id, text, limit)
-            self.num_looked_up += len(text)
+            source, length = self.longest_prefix(request_id, sequence, limit)
+            self.num_looked_up += len(sequence)
             self.num_reused += length
             found = self.row(request_id) if source is None else self._claim_row(request_id, source, length)
             self.cached_lens[found] = length
-        self._rows[found].token_ids = text
+        self._rows[found].token_ids = sequence
         return found
 
     def retire(self, request_ids: Sequence[str]) -> None:
@@ -250,20 +250,20 @@ class KVCache(PassThrough):
                 kept.token_ids, kept.is_running = list(kept.token_ids[: self.cached_lens[row] + self.lookahead]), False
         self.release(request_ids)
 
-    def longest_prefix(self, request_id: str, text: Sequence[int], limit: int | None = None) -> tuple[int | None, int]:
-        """Return the row of the request's owner with the longest cached prefix of ``text[:-1]``, and its length.
+    def longest_prefix(self, request_id: str, sequence: Sequence[int], limit: int | None = None) -> tuple[int | None, int]:
+        """Return the row of the request's owner with the longest cached prefix of ``sequence[:-1]``, and its length.
 
         (None, 0) if that is shorter than ``MIN_SHARED_PREFIX``. ``limit``: the longest to use.
         """
         ahead = self.lookahead
-        most_in_common = len(text) - 1 if limit is None else min(len(text) - 1, limit + ahead)
+        most_in_common = len(sequence) - 1 if limit is None else min(len(sequence) - 1, limit + ahead)
         owner = owner_of(request_id)
         held = [(row, each) for row, each in self._rows.items() if each.owner == owner]
         best, longest = None, MIN_SHARED_PREFIX - 1
         # Rows of finished requests first: a request can take one over, and needs a copy of a running one's.
         for row, each in sorted(held, key=lambda pair: pair[1].is_running):
             most = min(len(each.token_ids), self.cached_lens[row] + ahead, most_in_common)
-            length = _common_prefix(each.token_ids, text, longest + 1 + ahead, most) - ahead
+            length = _common_prefix(each.token_ids, sequence, longest + 1 + ahead, most) - ahead
             if length > longest and self.states.num_usable(row, length):
                 best, longest = row, length
         return best, longest if best is not None else 0

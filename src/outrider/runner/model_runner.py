@@ -48,11 +48,11 @@ class ModelRunner:
     ) -> None:
         """``model``: prepared by ``load``; ``shape``: the cache entries of its layers."""
         self.model, self.config, self.device, self.name = model, config, device, name
-        text = loading.text_config(model)
-        self.vocab_size = int(text.vocab_size)
-        self.hidden_size = int(text.hidden_size)
-        self.num_layers = loading.num_layers(text)
-        window = loading.context_length(text) or 1 << 20
+        text_config = loading.text_config(model)
+        self.vocab_size = int(text_config.vocab_size)
+        self.hidden_size = int(text_config.hidden_size)
+        self.num_layers = loading.num_layers(text_config)
+        window = loading.context_length(text_config) or 1 << 20
         self.max_len = min(window, config.max_len or usual_window(model, window))
         self.max_batch = config.max_batch
         self.dtype = linear.arithmetic(model)
@@ -62,15 +62,15 @@ class ModelRunner:
         # Recurrent states and models' own masks allow one path only.
         self.supports_trees = not shape.states.kinds and not shape.by_request
         self.max_len = self.cache.max_len  # lower if limited by memory
-        self._long_texts = split_longrope(model, self.max_len, config.max_batch)
-        self.cache.keeps_prefixes = config.prefix_cache and self._long_texts is None
-        if self._long_texts is not None:
-            self.cache.on_compact = self._long_texts.keep_rows
+        self._long_rows = split_longrope(model, self.max_len, config.max_batch)
+        self.cache.keeps_prefixes = config.prefix_cache and self._long_rows is None
+        if self._long_rows is not None:
+            self.cache.on_compact = self._long_rows.keep_rows
         self.layouts = Layouts(self.cache)
         self.costs = CostBook(self.layouts.is_padded)  # shared by all engines that it serves
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
         # Lengths that a sequence must not cross within a round, because it is then prefilled again with other frequencies.
-        self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.window,)
+        self.borders: tuple[int, ...] = () if self._long_rows is None else (self._long_rows.window,)
         self._round_hidden = RoundHidden(copies=self.layouts.is_padded)
         self._scored: tuple[tuple[str, ...], list[int], bool] | None = None  # until commit: requests, slots of roots, is a tree
         self.file: PackedFile | None = None  # in which weights that the caller rounds can be stored
@@ -173,19 +173,20 @@ class ModelRunner:
         rows, pending = self.catch_up(context.request_ids, sequences, draft_slots=proposal.num_nodes, hidden=hidden)
         bases = [self.cache.cached_lens[row] for row in rows]
         drafts = [nodes[:n] for nodes, n in zip(proposal.token_ids.tolist(), proposal.lens.tolist(), strict=True)]
-        tokens = [text + nodes for text, nodes in zip(pending, drafts, strict=True)]
-        states, span = None, WHOLE
+        tokens = [committed + drafted for committed, drafted in zip(pending, drafts, strict=True)]
+        resumed, span = None, WHOLE
         if proposal.partial_pass is not None and not proposal.is_tree:
-            states, span = self._continued(proposal.partial_pass, context.request_ids, tokens, hidden)
-        text_lens = [len(text) for text in pending]
-        inputs, logits_at, counts = self.layouts.score_input(tokens, text_lens, proposal, rows, bases)
-        given = inputs.ids if states is None else inputs.join(states)
-        logits, found = self.passes.run(given, inputs.layout, hidden, logits_at, span)
-        roots = [base + length - 1 for base, length in zip(bases, text_lens, strict=True)]
+            resumed, span = self._after_partial_pass(proposal.partial_pass, context.request_ids, tokens, hidden)
+        pending_lens = list(map(len, pending))
+        inputs, logits_at, counts = self.layouts.score_input(tokens, pending_lens, proposal, rows, bases)
+        pass_input = inputs.ids if resumed is None else inputs.join(resumed)
+        logits, states = self.passes.run(pass_input, inputs.layout, hidden, logits_at, span)
+        roots = [base + length - 1 for base, length in zip(bases, pending_lens, strict=True)]
         self._scored = context.request_ids, roots, proposal.is_tree
-        read = self._round_hidden.whole(found, context.requests, inputs.starts, [len(text) for text in tokens]) if found else {}
+        lens = list(map(len, tokens))
+        reported = self._round_hidden.of_round(states, context.requests, inputs.starts, lens) if states else {}
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, 1 + proposal.num_nodes).float()
-        return Scores(logits, read, first_layer=span.start)
+        return Scores(logits, reported, first_layer=span.start)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Keep the accepted path of the last score; rejected drafts are overwritten by the next pass."""
@@ -219,13 +220,13 @@ class ModelRunner:
         """Reserve memory for a sequence of that length; return False if it does not fit."""
         return self.cache.admit(request_id, num_tokens)
 
-    def start(self, request_id: str, text: Sequence[int], limit: int | None = None) -> int:
+    def start(self, request_id: str, sequence: Sequence[int], limit: int | None = None) -> int:
         """Start a new request from the longest cached prefix, ``limit`` tokens at most. Return its length."""
-        return self.cache.cached_lens[self.cache.row_for(request_id, text, limit)]
+        return self.cache.cached_lens[self.cache.row_with_prefix(request_id, sequence, limit)]
 
-    def num_cached(self, request_id: str, text: Sequence[int]) -> int:
+    def num_cached(self, request_id: str, sequence: Sequence[int]) -> int:
         """Return the length of the longest cached prefix that a new request could start from."""
-        return self.cache.longest_prefix(request_id, text)[1]
+        return self.cache.longest_prefix(request_id, sequence)[1]
 
     @torch.inference_mode()
     def prefill(self, request_ids: Sequence[str], sequences: Sequences, hidden: tuple[int, ...] = ()) -> list[bool]:
@@ -234,7 +235,7 @@ class ModelRunner:
         Return for each whether the scoring pass can take the rest. Without padding a last chunk is left to the scoring pass,
         which saves a pass before the first token. ``hidden``: the hidden states that the score of these tokens will report.
         """
-        rows = self._rows(request_ids, sequences, bool(hidden))
+        rows = self._rows_to_extend(request_ids, sequences, bool(hidden))
         uncached = self._num_uncached(sequences, rows)
         counts = shared_chunk([count if count >= MIN_PREFILL else 0 for count in uncached], self.config.prefill_chunk)
         left = [most - count for most, count in zip(uncached, counts, strict=True)]
@@ -251,14 +252,14 @@ class ModelRunner:
 
         A sequence that was not started begins at token 0. If ``read`` raises, no token of the chunk counts as cached.
         """
-        rows = self._rows(request_ids, sequences, from_start=True)
+        rows = self._rows_to_extend(request_ids, sequences, from_start=True)
         counts = shared_chunk(self._num_uncached(sequences, rows), self.config.prefill_chunk)
         self._prefill_pass(request_ids, sequences, rows, counts, hidden, read)
 
     def is_prefilled(self, request_ids: Sequence[str], sequences: Sequences) -> list[bool]:
         """Return for each sequence whether at most a few of its tokens are uncached."""
         pairs = zip(request_ids, sequences, strict=True)
-        return [len(text) - 1 - self.cache.cached_len(request_id) < MIN_PREFILL for request_id, text in pairs]
+        return [len(sequence) - 1 - self.cache.cached_len(request_id) < MIN_PREFILL for request_id, sequence in pairs]
 
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> bool:
         """Copy another request's cached prefix to a new request, so that n samples share one prefill.
@@ -267,8 +268,8 @@ class ModelRunner:
         """
         if not self.cache.copy(source_id, new_id, num_tokens):
             return False
-        if self._long_texts is not None:
-            self._long_texts.copy(self.cache.row(source_id), self.cache.row(new_id))
+        if self._long_rows is not None:
+            self._long_rows.copy(self.cache.row(source_id), self.cache.row(new_id))
         return True
 
     # -- without a proposal: draft models -------------------------------------------------------------------------------------
@@ -280,8 +281,8 @@ class ModelRunner:
         """
         rows, pending = self.catch_up(request_ids, sequences, draft_slots=0)
         logits, _ = self.feed(self.passes, pending, rows, [self.cache.cached_lens[row] for row in rows])
-        for row, text in zip(rows, sequences, strict=True):
-            self.cache.cached_lens[row] = len(text)
+        for row, sequence in zip(rows, sequences, strict=True):
+            self.cache.cached_lens[row] = len(sequence)
         return logits
 
     def rollout(
@@ -307,15 +308,24 @@ class ModelRunner:
         hidden: tuple[int, ...] = (),
         to_last: bool = False,
     ) -> tuple[list[int], list[list[int]]]:
-        """Prefill uncached tokens beyond one pass, with ``to_last`` all except for the last token of each sequence.
+        """Prefill in chunks what the following pass cannot take, with ``to_last`` all except for the last token of each.
 
         Return the cache rows and the remaining tokens, at least the last one.
         """
-        rows, lens = self._rows(request_ids, sequences, bool(hidden)), self.cache.cached_lens
-        self._prefill(request_ids, sequences, rows, draft_slots, hidden)
+        longest = max(map(len, sequences))
+        if longest > self.max_len:
+            raise OutriderError(f"a sequence of {longest} tokens exceeds the context of {self.max_len}")
+        rows, lens = self._rows_to_extend(request_ids, sequences, bool(hidden)), self.cache.cached_lens
+        self.cache.reserve(longest + draft_slots + 1)
+        most = 0 if self.layouts.is_padded else self.config.prefill_chunk
+        uncached = self._num_uncached(sequences, rows)
+        while sum([count for count in uncached if count >= MIN_PREFILL]) > most:
+            counts = [min(count, self.config.prefill_chunk) for count in uncached]
+            self._prefill_pass(request_ids, sequences, rows, counts, hidden)
+            uncached = self._num_uncached(sequences, rows)
         if to_last:
             self._prefill_pass(request_ids, sequences, rows, self._num_uncached(sequences, rows), hidden)
-        return rows, [list(text[lens[row] :]) for text, row in zip(sequences, rows, strict=True)]
+        return rows, [list(sequence[lens[row] :]) for sequence, row in zip(sequences, rows, strict=True)]
 
     def feed(
         self,
@@ -331,13 +341,13 @@ class ModelRunner:
         Cached lengths do not change. Without the head the logits are empty.
         """
         inputs = self.layouts.chain(pending, rows, slots)
-        last = [start + len(text) - 1 for start, text in zip(inputs.starts, pending, strict=True)]
+        last = [start + len(tokens) - 1 for start, tokens in zip(inputs.starts, pending, strict=True)]
         logits, hidden = passes.run(inputs.ids, inputs.layout, layers, self.layouts.row_indices(last, [1] * len(last)), span)
-        each = {
-            index: [states[start : start + len(text)] for start, text in zip(inputs.starts, pending, strict=True)]
+        by_request = {
+            index: [states[start : start + len(tokens)] for start, tokens in zip(inputs.starts, pending, strict=True)]
             for index, states in hidden.items()
         }
-        return logits.float(), each
+        return logits.float(), by_request
 
     def decode_steps(
         self, run: Run, rows: list[int], bases: list[int], logits: Tensor, steps: int, next_token: NextToken
@@ -372,13 +382,13 @@ class ModelRunner:
         if self.cache.cached_len(request_id) > num_tokens:
             self.cache.rollback(self.cache.row(request_id), num_tokens)
 
-    def _continued(
+    def _after_partial_pass(
         self, partial: PartialPass, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: tuple[int, ...]
     ) -> tuple[list[Tensor] | None, LayerSpan]:
-        """Return each request's hidden states [n_b, H] of uncached tokens after the partial pass, and the span that remains.
+        """Return each request's hidden states [n_b, H] of ``tokens`` after the partial pass, and the layers that remain.
 
-        Tokens that drafting did not process go through the first layers now. Returns None and the whole span if no partial
-        pass applies, or if a hidden state of a skipped layer is ``wanted``.
+        Tokens that drafting did not process go through the first layers now. Returns None and the whole span if drafting
+        processed none, or if a hidden state before the remaining layers is ``wanted``.
         """
         lens = [self.cache.cached_len(request_id) for request_id in request_ids]
         known = [partial.num_known(*each) for each in zip(request_ids, lens, tokens, strict=True)]
@@ -387,7 +397,7 @@ class ModelRunner:
         found = [
             [partial.hidden[request_id][:count]] if count else [] for request_id, count in zip(request_ids, known, strict=True)
         ]
-        short = [b for b, text in enumerate(tokens) if known[b] < len(text)]
+        short = [b for b, own in enumerate(tokens) if known[b] < len(own)]
         if short:
             parts, slots = [tokens[b][known[b] :] for b in short], [lens[b] + known[b] for b in short]
             rows = [self.cache.row(request_ids[b]) for b in short]
@@ -396,22 +406,6 @@ class ModelRunner:
             for b, states in zip(short, hidden[partial.depth], strict=True):
                 found[b].append(states)
         return [torch.cat(states) for states in found], LayerSpan(partial.depth)
-
-    def _prefill(
-        self, request_ids: Sequence[str], sequences: Sequences, rows: list[int], draft_slots: int, hidden: tuple[int, ...]
-    ) -> None:
-        """Prefill long uncached sequences in chunks, except for what the following pass can take."""
-        longest = max(len(text) for text in sequences)
-        if longest > self.max_len:
-            raise OutriderError(f"a sequence of {longest} tokens exceeds the context of {self.max_len}")
-        self.cache.reserve(longest + draft_slots + 1)
-        most = 0 if self.layouts.is_padded else self.config.prefill_chunk
-        while True:
-            uncached = self._num_uncached(sequences, rows)
-            if sum([count for count in uncached if count >= MIN_PREFILL]) <= most:
-                return
-            counts = [min(count, self.config.prefill_chunk) for count in uncached]
-            self._prefill_pass(request_ids, sequences, rows, counts, hidden)
 
     def _prefill_pass(
         self,
@@ -443,19 +437,21 @@ class ModelRunner:
     def _num_uncached(self, sequences: Sequences, rows: Sequence[int]) -> list[int]:
         """Return the number of uncached tokens before the last one of each sequence."""
         lens = self.cache.cached_lens
-        return [len(text) - 1 - lens[row] for text, row in zip(sequences, rows, strict=True)]
+        return [len(sequence) - 1 - lens[row] for sequence, row in zip(sequences, rows, strict=True)]
 
-    def _rows(self, request_ids: Sequence[str], sequences: Sequences, from_start: bool) -> list[int]:
-        """Return the requests' rows. With ``from_start`` one that was not started begins at token 0.
+    def _rows_to_extend(self, request_ids: Sequence[str], sequences: Sequences, from_start: bool) -> list[int]:
+        """Return the requests' rows, rolled back so that at least the last token of each sequence is uncached.
 
-        At least the last token of each is uncached; all tokens are, if a failed pass overwrote the recurrent state.
+        A new request starts from the longest cached prefix, with ``from_start`` at token 0. A row is emptied if a failed pass
+        overwrote its recurrent state, or if its sequence needs other rotary frequencies now.
         """
         limit = 0 if from_start else None
-        rows = [self.cache.row_for(request_id, text, limit) for request_id, text in zip(request_ids, sequences, strict=True)]
-        for row, text in zip(rows, sequences, strict=True):
-            self.cache.rollback(row, len(text) - 1)
-        if self._long_texts is not None:
-            self._long_texts.update(rows, sequences, self.cache.cached_lens)
+        pairs = zip(request_ids, sequences, strict=True)
+        rows = [self.cache.row_with_prefix(request_id, sequence, limit) for request_id, sequence in pairs]
+        for row, sequence in zip(rows, sequences, strict=True):
+            self.cache.rollback(row, len(sequence) - 1)
+        if self._long_rows is not None:
+            self._long_rows.update(rows, sequences, self.cache.cached_lens)
         return rows
 
     def measure_pass(

@@ -40,7 +40,7 @@ class RoundHidden:
             for request_id, start, length in zip(request_ids, starts, lens, strict=True):
                 self._chunks.setdefault((request_id, index), []).append(states[start : start + length])
 
-    def whole(
+    def of_round(
         self, hidden: Mapping[int, Tensor], requests: Sequence[Request], starts: Sequence[int], lens: Sequence[int]
     ) -> dict[int, HiddenRows]:
         """Return by hidden state each request's chunks, then its ``lens[b]`` rows of ``hidden`` from ``starts[b]``.

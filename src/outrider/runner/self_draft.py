@@ -78,7 +78,7 @@ class SelfDraft:
             rolled.append(token_ids.clone())
         drafted = torch.cat(rolled, 1).tolist() if rolled else [[]] * len(self._fed)
         tokens = [fed + more for fed, more in zip(self._fed, drafted, strict=True)]
-        states = [each[: len(text)] for each, text in zip(states, tokens, strict=True)]
+        states = [each[: len(own)] for each, own in zip(states, tokens, strict=True)]
         starts, by_request = zip(request_ids, self._slots, strict=True), zip(request_ids, states, strict=True)
         return PartialPass(self._depth, dict(starts), dict(zip(request_ids, tokens, strict=True)), dict(by_request))
 
@@ -104,15 +104,15 @@ class SelfDraft:
 
 
 @torch.inference_mode()
-def exit_logits(runner: ModelRunner, text: Sequence[int], depths: Sequence[int]) -> Iterator[Tensor]:
-    """Return the model's logits after each token of a text, then those of an exit after each of ``depths`` layers.
+def exit_logits(runner: ModelRunner, token_ids: Sequence[int], depths: Sequence[int]) -> Iterator[Tensor]:
+    """Return the model's logits after each token of a sequence, then those of an exit after each of ``depths`` layers.
 
     [T, V] float32 each, with the model's norm and head at every exit. Runs eagerly in a temporary cache row.
     """
     passes = PassRunner(runner.model, runner.cache, "never")
     with runner.cache.temporary_rows(1) as rows:
-        inputs = runner.layouts.chain([list(text)], rows, [0])
-        places = torch.arange(len(text), device=runner.device)
+        inputs = runner.layouts.chain([list(token_ids)], rows, [0])
+        places = torch.arange(len(token_ids), device=runner.device)
         logits, hidden = passes.run(inputs.ids, inputs.layout, tuple(depths), places)
         yield logits.float()
         for depth in depths:
@@ -125,11 +125,11 @@ def check_layers(runner: ModelRunner, depth: int) -> None:
     """Raise ``OutriderError`` unless the layers run in two parts give the whole model's output."""
     kind = type(runner.model).__name__
     passes = PassRunner(runner.model, runner.cache, "never")
-    text = [token % runner.vocab_size for token in (11, 7, 5, 3, 2)]
-    places = torch.arange(len(text), device=runner.device)
+    token_ids = [token % runner.vocab_size for token in (11, 7, 5, 3, 2)]
+    places = torch.arange(len(token_ids), device=runner.device)
     try:
         with runner.cache.temporary_rows(1) as rows:
-            inputs = runner.layouts.chain([text], rows, [0])
+            inputs = runner.layouts.chain([token_ids], rows, [0])
             whole, _ = passes.run(inputs.ids, inputs.layout, (), places)
             _, hidden = passes.run(inputs.ids, inputs.layout, (depth,), places, LayerSpan(0, depth, head=False))
             parts, _ = passes.run(hidden[depth][None], inputs.layout, (), places, LayerSpan(depth))
