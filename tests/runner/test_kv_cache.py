@@ -218,11 +218,11 @@ def test_keep_gathers_a_path_in_order():
     keys[:] = torch.arange(cache.capacity).view(1, 1, 1, -1, 1).float()
     values[:] = -keys[..., :1]
     before = keys.clone()
-    cache.keep(row, 10, [1, 2, 5])
+    cache.gather_path(row, 10, [1, 2, 5])
     assert keys[1, row, 1, 8:16, 0].tolist() == [8, 9, 11, 12, 15, 13, 14, 15]
     assert values[0, row, 0, 10:13, 4].tolist() == [-11, -12, -15]
-    cache.keep(row, 0, [0, 1, 2])
-    cache.keep(row, 0, [])
+    cache.gather_path(row, 0, [0, 1, 2])
+    cache.gather_path(row, 0, [])
     assert torch.equal(keys[:, row, :, :10], before[:, row, :, :10])
 
 
@@ -311,7 +311,7 @@ def test_layers_of_several_shapes_and_shared_layers_are_stored_correctly(grow):
     for number, store in enumerate(contents(cache, "a")):
         assert store.shape[1:] == (((2, 5, 3), (2, 5, 5), (1, 5, 4), (1, 5, 4))[number])
         assert torch.equal(store[0, 0, :, 0], torch.arange(5) + 100.0 * number)
-    cache.keep(cache.row("a"), 1, [1])
+    cache.gather_path(cache.row("a"), 1, [1])
     assert [store[0, 0, 1, 0].item() for store in contents(cache, "a")] == [2, 102, 202, 302]
 
 
@@ -337,5 +337,5 @@ def test_a_cache_that_grew_in_a_pass_can_be_written_to_outside_of_one():
     with torch.inference_mode():
         cache.stores[1].zero_()
     cache.cached_lens[cache.row("a")] = 3
-    cache.keep(cache.row("a"), 1, [1])
-    cache.copy("a", "b", 3)
+    cache.gather_path(cache.row("a"), 1, [1])
+    cache.copy_prefix("a", "b", 3)

@@ -61,6 +61,11 @@ class CacheShape:
         return cls(kinds, by_layer, states)
 
     @property
+    def is_recurrent(self) -> bool:
+        """Return whether some layers keep a recurrent state: drafts must form one chain, and padding would change the state."""
+        return bool(self.states.kinds)
+
+    @property
     def floats_per_token(self) -> int:
         """Return the numbers stored per committed token over all layers."""
         return sum(count * kind.num_kv_heads * (kind.key_dim + kind.value_dim) for kind, count in self.kinds)
@@ -277,10 +282,10 @@ class KVCache(PassThrough):
                 self._row_of[request_id] = source
                 return source
         target = self.row(request_id)
-        self._copy(source, target, length)
+        self._copy_row(source, target, length)
         return target
 
-    def _copy(self, source: int, target: int, length: int) -> None:
+    def _copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of one row to another."""
         for store in self.stores:
             store[:, target, :, :length] = store[:, source, :, :length]
@@ -378,14 +383,14 @@ class KVCache(PassThrough):
 
     # -- commit -------------------------------------------------------------------------------------------------------------
 
-    def keep(self, row: int, first_slot: int, path: Sequence[int]) -> None:
+    def gather_path(self, row: int, first_slot: int, path: Sequence[int]) -> None:
         """Gather the accepted path of a tree, with node i in slot first_slot + i, to the slots from first_slot."""
         for depth, node in enumerate(path):  # a node's slot is not before its depth's, so none is overwritten before it is read
             if node != depth:
                 for store in self.stores:
                     store[:, row, :, first_slot + depth] = store[:, row, :, first_slot + node]
 
-    def copy(self, source_id: str, target_id: str, num_tokens: int) -> bool:
+    def copy_prefix(self, source_id: str, target_id: str, num_tokens: int) -> bool:
         """Copy the cached prefix of ``source_id`` to ``target_id``, if it is longer than its own.
 
         Return whether ``target_id`` holds ``num_tokens`` now.
@@ -394,7 +399,7 @@ class KVCache(PassThrough):
         if source is None or self.states.num_usable(source, used) <= self.cached_len(target_id):
             return self.cached_len(target_id) >= num_tokens
         target = self.row(target_id)
-        self._copy(source, target, used)
+        self._copy_row(source, target, used)
         self.cached_lens[target] = used
         return used >= num_tokens
 

@@ -50,7 +50,7 @@ class Layouts:
         self._cache, self._device = cache, cache.device
         self._numbers = torch.arange(0, device=self._device)
         self._masks: dict[tuple[int, int], Tensor] = {}
-        self.is_padded = self._device.type != "cpu" and not cache.shape.states.kinds  # a padding token would change the states
+        self.is_padded = self._device.type != "cpu" and not cache.shape.is_recurrent  # a padding token would change the states
 
     def chain(self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], least: int = 0) -> PassInput:
         """Return the pass that continues sequences at slots ``bases`` of ``rows``. ``least``: tokens each if padded."""

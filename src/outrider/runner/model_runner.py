@@ -58,9 +58,9 @@ class ModelRunner:
         self.dtype = linear.arithmetic(model)
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
         self.cache = KVCache(shape, config.max_batch, self.max_len, self.dtype, device, budget, config.max_drafts)
-        self.max_drafts = config.max_drafts if shape.states.kinds else None  # of a request in one pass; None: any number
+        self.max_drafts = config.max_drafts if shape.is_recurrent else None  # of a request in one pass; None: any number
         # Recurrent states and models' own masks allow one path only.
-        self.supports_trees = not shape.states.kinds and not shape.by_request
+        self.supports_trees = not shape.is_recurrent and not shape.by_request
         self.max_len = self.cache.max_len  # lower if limited by memory
         self._long_rows = split_longrope(model, self.max_len, config.max_batch)
         self.cache.keeps_prefixes = config.prefix_cache and self._long_rows is None
@@ -159,7 +159,7 @@ class ModelRunner:
     def is_row_invariant(self) -> bool:
         """Whether a row of a pass has the same bits whatever the other rows are (docs/lossless.md)."""
         shape, is_eager = self.cache.shape, self.config.compile != "always"
-        has_gates = bool(shape.states.kinds) or experts.has_sigmoids(self.model)  # computed by torch's kernels in eager passes
+        has_gates = shape.is_recurrent or experts.has_sigmoids(self.model)  # computed by torch's kernels in eager passes
         return linear.has_row_invariant_layers(self.model) and not (shape.by_request or (has_gates and is_eager))
 
     # -- a round ------------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class ModelRunner:
         for request_id, root, path in zip(request_ids, roots, verdict.paths, strict=True):
             row = self.cache.row(request_id)
             if is_tree:
-                self.cache.keep(row, root + 1, path)
+                self.cache.gather_path(row, root + 1, path)
             self.cache.cached_lens[row] = root + 1 + len(path)
         self._round_hidden.forget(request_ids)
         self._scored = None
@@ -266,7 +266,7 @@ class ModelRunner:
 
         Return False if the source does not hold the prefix (a recurrent state moves on): the new request must read it.
         """
-        if not self.cache.copy(source_id, new_id, num_tokens):
+        if not self.cache.copy_prefix(source_id, new_id, num_tokens):
             return False
         if self._long_rows is not None:
             self._long_rows.copy(self.cache.row(source_id), self.cache.row(new_id))

@@ -44,7 +44,7 @@ class ProgramRunner:
         self._make, self._on_compiled = make, on_compiled
         # A model that runs one request after another is not a single function of a pass's inputs.
         self._compile = "never" if cache.shape.by_request else compile
-        self._takes_graphs = cache.device.type == "cuda" and not cache.shape.states.kinds
+        self._takes_graphs = cache.device.type == "cuda" and not cache.shape.is_recurrent
         self._num_stores = len(cache.tensors)
         is_supported = is_packed(model) or (self._takes_graphs and compiled_gpu.suits(model))
         self._can_compile = is_supported and self._compile != "never"
