@@ -125,7 +125,7 @@ class BlockRunner(HeadRunner[BlockHead]):
         fused = functional.pad(new.fused, (0, 0, 0, spare))
         block = replace(layout, visible=self._visible(new.lens, sizes, layout.visible))
         inputs = [token_ids[None], fused, *rotations, inside[None], standing, tokens_at, layout.visible, *block.tensors]
-        out = self._programs.runner_of()(inputs)[0][0]
+        out = self._programs.run_of()(inputs)[0][0]
         new.commit()
         return self._per_draft(out, sizes, num_drafts)
 

@@ -125,7 +125,7 @@ class HeadRunner(ABC, Generic[Head]):
 
     def prepare(self) -> None:
         """Compile, or load, the pass of drafting."""
-        self._programs.runner_of()
+        self._programs.run_of()
         self._programs.compile_now()
 
     def start(self, request: Request) -> int:
@@ -211,4 +211,4 @@ class RolloutRunner(HeadRunner[RolloutHead]):
     def _run(self, layout: PassLayout, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Step:
         """Run one pass over tokens [1, T] and features [1, T, H]; return the step after the tokens at ``places`` [N]."""
         cos, sin = self._rotation_at(hidden, layout.positions)
-        return Step(*self._programs.runner_of()([token_ids, hidden, cos, sin, places, *layout.tensors]))
+        return Step(*self._programs.run_of()([token_ids, hidden, cos, sin, places, *layout.tensors]))

@@ -203,7 +203,7 @@ class ModelRunner:
 
     def prepare(self, hidden: tuple[int, ...] = ()) -> None:
         """Compile, or load, the whole pass that reports these hidden states, and the other passes in use."""
-        self.passes.runner_of(hidden)
+        self.passes.run_of(hidden)
         self.passes.compile_now()
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -295,7 +295,7 @@ class ModelRunner:
         logits = self.extend(request_ids, sequences)
         rows = [self.cache.row(request_id) for request_id in request_ids]
         bases = [self.cache.cached_lens[row] for row in rows]
-        num_fed = sum(1 for _ in self.decode_steps(self.passes.runner_of(), rows, bases, logits, steps, next_token))
+        num_fed = sum(1 for _ in self.decode_steps(self.passes.run_of(), rows, bases, logits, steps, next_token))
         for row in rows:
             self.cache.cached_lens[row] += num_fed
         return None  # a separate model runs no part of the target's pass
@@ -333,7 +333,7 @@ class ModelRunner:
         pending: Sequence[list[int]],
         rows: list[int],
         slots: list[int],
-        layers: tuple[int, ...] = (),
+        hidden: tuple[int, ...] = (),
         span: LayerSpan = WHOLE,
     ) -> tuple[Tensor, dict[int, list[Tensor]]]:
         """Run one pass from ``slots``: logits after each last token [B, V] float32, and {hidden state: [n_b, H] each}.
@@ -342,10 +342,10 @@ class ModelRunner:
         """
         inputs = self.layouts.chain(pending, rows, slots)
         last = [start + len(tokens) - 1 for start, tokens in zip(inputs.starts, pending, strict=True)]
-        logits, hidden = passes.run(inputs.ids, inputs.layout, layers, self.layouts.row_indices(last, [1] * len(last)), span)
+        logits, found = passes.run(inputs.ids, inputs.layout, hidden, self.layouts.row_indices(last, [1] * len(last)), span)
         by_request = {
             index: [states[start : start + len(tokens)] for start, tokens in zip(inputs.starts, pending, strict=True)]
-            for index, states in hidden.items()
+            for index, states in found.items()
         }
         return logits.float(), by_request
 

@@ -34,7 +34,7 @@ class SelfDraft:
         self._is_recurrent = runner.cache.shape.is_recurrent
         self.drafts_ahead = not self._is_recurrent  # the target's states end at the committed tokens
         self.passes = passes or runner.passes
-        self._layers = () if depth is None else (depth,)
+        self._hidden = () if depth is None else (depth,)
         self._span = LayerSpan(0, depth)
 
     def rollout(
@@ -49,9 +49,9 @@ class SelfDraft:
         # In recurrent layers drafting overwrites the older states, but scoring starts from one of them.
         rows, pending = runner.catch_up(request_ids, sequences, draft_slots=0, to_last=self._is_recurrent)
         slots = [runner.cache.cached_lens[row] for row in rows]
-        logits, hidden = runner.feed(self.passes, pending, rows, slots, self._layers, self._span)
+        logits, hidden = runner.feed(self.passes, pending, rows, slots, self._hidden, self._span)
         bases = [slot + len(fed) for slot, fed in zip(slots, pending, strict=True)]
-        run = self.passes.runner_of(self._layers, self._span)
+        run = self.passes.run_of(self._hidden, self._span)
         rolling = runner.decode_steps(run, rows, bases, logits, steps, next_token)
         if self._depth is None:
             for _ in rolling:
@@ -84,10 +84,10 @@ class SelfDraft:
 
     def prepare(self) -> None:
         """Compile or load the passes of drafting and of a score that starts after it."""
-        self.passes.runner_of(self._layers, self._span)
+        self.passes.run_of(self._hidden, self._span)
         if self._depth is not None:
-            self.passes.runner_of(self._layers, LayerSpan(0, self._depth, head=False))
-            self.passes.runner_of((), LayerSpan(self._depth))
+            self.passes.run_of(self._hidden, LayerSpan(0, self._depth, head=False))
+            self.passes.run_of((), LayerSpan(self._depth))
         self.passes.compile_now()
 
 
