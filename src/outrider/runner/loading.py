@@ -73,6 +73,15 @@ def bytes_in_memory(source: str | Path, growth: float, reader: Format | None, dt
     return reader.num_bytes(headers([str(file) for file in weight_files(source)]).values(), torch_dtype(dtype))
 
 
+def fetch_fitting_weights(
+    source: str | Path, config: PreTrainedConfig, reader: Format | None, bits: int | None, dtype: torch.dtype | str
+) -> None:
+    """Download the weights of a hub id. Raises ``OutriderError``, if possible before, if weights exceed this process's memory."""
+    growth = growth_of(config, reader, bits, dtype)
+    fetch_weights(source, growth if reader is None else min(growth, 1.0))  # a reader's is only an upper bound
+    refuse_too_large(source, growth, reader if bits is None else None, dtype)
+
+
 def refuse_too_large(source: str | Path, growth: float, reader: Format | None, dtype: torch.dtype | str) -> None:
     """Raise ``OutriderError`` if the weights in a local folder exceed the memory of this process; see ``bytes_in_memory``."""
     try:

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider import native
-from outrider.hub import fetch_weights
 from outrider.runner import experts, linear, loading, packing
 from outrider.runner.config import RunnerConfig, torch_device
 from outrider.runner.cost_book import CostBook
@@ -91,29 +90,28 @@ class ModelRunner:
                 f"invalid model of type {type(model).__name__}: expected a folder, a hub id or a transformers PreTrainedModel"
             )
         device = torch_device(config.device)
-        wanted = loading.load_config(model, config.trust_remote_code)
-        kind = loading.model_class(wanted)
-        reader = choose_reader(str(model), wanted, kind, device)
+        model_config = loading.load_config(model, config.trust_remote_code)
+        model_class = loading.model_class(model_config)
+        reader = choose_reader(str(model), model_config, model_class, device)
         if config.weights is not None:
-            refuse_rounding(config.weights, device, wanted, kind, reader)
+            refuse_rounding(config.weights, device, model_config, model_class, reader)
         loading.check_device(device)
-        shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
-        stored = (form or config.bits) if shape is not None and native.serves(device) else None
-        if stored is not None and shape is not None:
-            file = PackedFile.of(model, stored, config.dtype)
-            packed = None if file is None else file.load(wanted, kind, shape.by_request)
+        # Before gigabytes are read.
+        shape = None if model_class is None else survey_without_weights(model_config, model_class)
+        rounding = (form or config.bits) if shape is not None and native.serves(device) else None
+        if rounding is not None and shape is not None:
+            file = PackedFile.of(model, rounding, config.dtype)
+            packed = None if file is None else file.load(model_config, model_class, shape.by_request)
             if packed is not None:
                 return cls(packed, config, device, str(model), shape)._checked("eager", model)
-        growth = loading.growth_of(wanted, reader, config.bits, config.dtype) if device.type == "cpu" else 0.0
-        fetch_weights(model, growth if reader is None else min(growth, 1.0))  # a reader's is only an upper bound
-        if growth:
-            loading.refuse_too_large(model, growth, reader if config.bits is None else None, config.dtype)
-        loaded = loading.load_model(model, wanted, config.dtype, device, config.trust_remote_code, reader)
+        if device.type == "cpu":
+            loading.fetch_fitting_weights(model, model_config, reader, config.bits, config.dtype)
+        loaded = loading.load_model(model, model_config, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         linear.fuse_on_gpu(loaded)
         runner = cls._ready(loaded, config, device, shape, model)
-        if stored is not None:
-            runner.file = PackedFile.of(model, stored, config.dtype)  # also for a hub id, whose files are downloaded by now
+        if rounding is not None:
+            runner.file = PackedFile.of(model, rounding, config.dtype)  # also for a hub id, whose files are downloaded by now
             if config.weights is not None and runner.file is not None:
                 runner.file.save(loaded)
         return runner
