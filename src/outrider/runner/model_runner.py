@@ -96,7 +96,7 @@ class ModelRunner:
         if config.weights is not None:
             refuse_rounding(config.weights, device, model_config, model_class, reader)
         loading.check_device(device)
-        # Before gigabytes are read.
+        # The survey refuses a model before gigabytes are read.
         shape = None if model_class is None else survey_without_weights(model_config, model_class)
         rounding = (form or config.bits) if shape is not None and native.serves(device) else None
         if rounding is not None and shape is not None:
