@@ -144,7 +144,7 @@ class Pass(Program):
         return (*out, *(captured[index] for index in self.hidden))
 
     def _capture(self, index: int, captured: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
-        """Store hidden state ``index`` of the next run: the input of that layer, or the final norm's output for the last index."""
+        """Store hidden state ``index`` of the next run: the input of that layer, for the last index the final norm's output."""
 
         def before(module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Tensor]) -> None:
             captured[index] = args[0] if args else options["hidden_states"]

@@ -78,7 +78,7 @@ class CacheShape:
 
 
 class PassThrough(Cache):
-    """transformers' cache interface without storage: ``update`` returns its input, or what attention stored of a request."""
+    """transformers' cache interface without storage: ``update`` returns what ``attention.update_cache`` does."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -86,14 +86,14 @@ class PassThrough(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        return attention.stored(layer_idx, key_states, value_states)
+        return attention.update_cache(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return [T]: position minus index of each token of the pass, which models add to the index; 0 outside of passes."""
         return attention.position_offsets()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length + attention.num_stored(), 0
+        return query_length + attention.num_earlier(), 0
 
     @property
     def is_compileable(self) -> bool:

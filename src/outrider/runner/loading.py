@@ -76,7 +76,7 @@ def bytes_in_memory(source: str | Path, growth: float, reader: Format | None, dt
 def fetch_fitting_weights(
     source: str | Path, config: PreTrainedConfig, reader: Format | None, bits: int | None, dtype: torch.dtype | str
 ) -> None:
-    """Download the weights of a hub id. Raises ``OutriderError``, if possible before that, for weights that exceed the memory."""
+    """Download the weights of a hub id. Raises ``OutriderError``, if possible before that, if they exceed the memory."""
     growth = growth_of(config, reader, bits, dtype)
     fetch_weights(source, growth if reader is None else min(growth, 1.0))  # a reader's is only an upper bound
     refuse_too_large(source, growth, reader if bits is None else None, dtype)
