@@ -106,9 +106,9 @@ def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor] | No
         bias = getattr(module, f"{name}_bias", None)
         bias = None if bias is None else gates_first(bias, name)
         if name in given:
-            return ExpertLinears(torch.empty(num_experts * shape[0], shape[1], device="meta"), bias, packed=given[name])
+            return ExpertLinears(given[name], (num_experts * shape[0], shape[1]), bias)
         weight = getattr(module, name).detach()
-        layer = ExpertLinears(gates_first(weight.transpose(1, 2) if module.is_transposed else weight, name), bias, bits)
+        layer = ExpertLinears.of(gates_first(weight.transpose(1, 2) if module.is_transposed else weight, name), bias, bits)
         setattr(module, name, None)
         return layer
 

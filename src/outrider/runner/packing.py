@@ -62,7 +62,7 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
         if id(module) not in packed:
             weight = module.weight if type(module) is nn.Linear else module.weight.T
             width = bits and layer_bits(weight.shape, bits, module is head)
-            layer = packed[id(module)] = PackedLinear(weight, module.bias, width)
+            layer = packed[id(module)] = PackedLinear.of(weight, module.bias, width)
             del weight
             tied = embeddings.pop(id(module.weight), None)
             if tied is not None:
@@ -91,10 +91,10 @@ def _stored(module: StoredLinear, bits: int | None, is_head: bool) -> PackedLine
     weight = module.read()
     if bits is None or isinstance(weight, QuantizedWeight):
         try:
-            return PackedLinear(weight, module.bias)
+            return PackedLinear.of(weight, module.bias)
         except OutriderError as error:  # values that blocks cannot hold
             raise OutriderError(f"{module.name}: {error}") from error
-    return PackedLinear(weight, module.bias, layer_bits(weight.shape, bits, is_head))
+    return PackedLinear.of(weight, module.bias, layer_bits(weight.shape, bits, is_head))
 
 
 def layer_bits(shape: Sequence[int], bits: int, is_head: bool) -> int:
