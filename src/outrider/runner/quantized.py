@@ -1,9 +1,7 @@
-"""Packed weights in 8 or 4 bits: half or a quarter of the bytes that a pass reads.
+"""Round a packed model's linear layers to 8 or 4 bits, in blocks (blocks.py): half or a quarter of the bytes that a pass reads.
 
-For low-bit drafting: a second form of a model, in blocks (see blocks.py). Everything except the linear layers is shared with
-the model. For draft models: their only form.
-
-For heads: their only form, in 8 bits.
+``quantized_copy`` makes a second form of a target, with which it drafts for itself; ``round_weights`` converts a draft model,
+and ``place_head`` a head, if 8 bits are wanted.
 """
 
 from __future__ import annotations
