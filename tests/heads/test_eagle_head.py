@@ -13,7 +13,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider import LLM, SamplingParams, native
-from outrider.heads import eagle_formats, own_tables
+from outrider.heads import copied_tables, eagle_formats
 from outrider.heads.checkpoint import measured, read_folder, tensor_names
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
@@ -388,7 +388,7 @@ def test_a_medusa_folder_is_not_an_eagle_head(tmp_path):
 @pytest.mark.parametrize("num_rows", [VOCAB, VOCAB - 3, VOCAB + 3])
 def test_a_copy_of_the_targets_embedding_is_not_kept(num_rows, tmp_path, model, target, monkeypatch):
     """Copies may have fewer or more padding rows than the target's table."""
-    monkeypatch.setattr(own_tables, "SLICE", 7)  # several slices, the last one shorter
+    monkeypatch.setattr(copied_tables, "SLICE", 7)  # several slices, the last one shorter
     embedding = model.get_input_embeddings()
 
     def loaded():
@@ -411,5 +411,5 @@ def test_a_copy_of_a_scaled_embedding_is_kept(packed):
     embedding = Gemma3TextScaledWordEmbedding(64, 32, 0, embed_scale=5.0)
     tensors = {"embed_tokens.weight": embedding.weight.detach().clone()}
     target = PackedEmbedding(blocks.pack(embedding.weight.detach(), 8), embedding) if packed else embedding
-    assert own_tables.has_own_table(tensors, "embed_tokens.weight", target)
+    copied_tables.drop_copied_table(tensors, "embed_tokens.weight", target)
     assert "embed_tokens.weight" in tensors

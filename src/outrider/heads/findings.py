@@ -14,7 +14,7 @@ from outrider.heads.block import BlockHead
 from outrider.heads.checkpoint import HeadFiles, measured
 from outrider.heads.eagle import EagleHead
 from outrider.heads.feature_head import FeatureHead
-from outrider.heads.own_tables import SHARED
+from outrider.heads.copied_tables import SHARED
 from outrider.runner import ModelRunner
 from outrider.runner.linear import PackedEmbedding, PackedLinear
 from outrider.types import Finding

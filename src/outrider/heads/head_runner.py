@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.heads.feature_head import FeatureHead, RolloutHead, Rotation
-from outrider.heads.own_logits import postprocess_of
+from outrider.heads.postprocessing import postprocess_of
 from outrider.runner import ModelRunner, linear, quantized
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.forward import Program, described, example_layout

@@ -11,7 +11,7 @@ from runner.test_architectures import small_config
 
 from outrider.heads import eagle_formats
 from outrider.heads.eagle import EagleHead
-from outrider.heads.own_logits import postprocess_of
+from outrider.heads.postprocessing import postprocess_of
 from outrider.proposers.eagle import EagleConfig, EagleProposer
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.sampling import Sampler
