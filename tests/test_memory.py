@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tiny_folder import make_folder
 from transformers import LlamaConfig
 
-from outrider import LLM, OutriderError, memory
+from outrider import LLM, OutriderError, memory, weight_files
 from outrider.runner import ModelRunner, RunnerConfig, checkpoint_files, loading
 from outrider.runner.checkpoint_files import check_weight_files
 from outrider.runner.checkpoints.formats import FORMATS
@@ -158,9 +158,9 @@ def test_weights_that_are_not_loaded_are_not_counted(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"")
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert [file.name for file in memory.weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
+    assert [file.name for file in weight_files.weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    assert memory.weight_files(tmp_path) == []  # reported when it is loaded
+    assert weight_files.weight_files(tmp_path) == []  # reported when it is loaded
 
 
 def test_the_weights_of_a_cached_hub_id_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +169,8 @@ def test_the_weights_of_a_cached_hub_id_are_found(tmp_path: Path, monkeypatch: p
     snapshot = make_folder(repository / "snapshots" / "c0ffee")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c0ffee")
-    assert memory.weight_files("some/model") == [snapshot / "model.safetensors"]
-    assert memory.weight_files("some/other") == []
+    assert weight_files.weight_files("some/model") == [snapshot / "model.safetensors"]
+    assert weight_files.weight_files("some/other") == []
 
 
 @pytest.mark.parametrize(("number", "refused"), [(errno.EFAULT, True), (errno.EINVAL, False)])

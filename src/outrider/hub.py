@@ -22,20 +22,18 @@ from typing import Any, TypeVar
 from outrider.errors import OutriderError
 from outrider.files import expanded, is_path
 from outrider.hub_errors import explained, is_unreachable, what_it_is
-from outrider.memory import (
+from outrider.memory import require_disk, require_memory, size
+from outrider.progress import PERIOD, reported_every
+from outrider.weight_files import (
     INDEX_SUFFIX,
     LOADED_NAMES,
     WEIGHT_NAMES,
     first_file,
     indexed_files,
     on_this_machine,
-    require_disk,
-    require_memory,
-    size,
     stated_file,
     weight_files,
 )
-from outrider.progress import PERIOD, reported_every
 
 logger = getLogger(__name__)
 

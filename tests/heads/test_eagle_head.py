@@ -17,12 +17,12 @@ from outrider.heads import copied_tables, eagle_formats
 from outrider.heads.checkpoint import measured, read_folder, tensor_names
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
-from outrider.memory import INDEXES
 from outrider.proposers.head_trees import HeadProposer
 from outrider.proposers.method import TargetFiles
 from outrider.runner import ModelRunner, RunnerConfig, blocks
 from outrider.runner.linear import PackedEmbedding
 from outrider.types import OutriderError
+from outrider.weight_files import INDEXES
 
 from . import reference
 from .writers import HIDDEN, set_config, write_eagle1, write_eagle3, write_medusa, write_speculators

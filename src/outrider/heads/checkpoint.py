@@ -26,7 +26,11 @@ from torch import Tensor, nn
 from outrider.errors import first_line, is_out_of_memory
 from outrider.files import expanded, is_path, read_object, replaced, write_whole
 from outrider.hub import fetch
-from outrider.memory import (
+from outrider.runner.checkpoint_files import is_finite
+from outrider.runner.checkpoints.fp8 import Fp8
+from outrider.runner.checkpoints.weight import LayerTensors
+from outrider.types import OutriderError, dtype_name
+from outrider.weight_files import (
     INDEX_SUFFIX,
     INDEXES,
     LOADED_NAMES,
@@ -36,10 +40,6 @@ from outrider.memory import (
     weight_files,
     weight_map,
 )
-from outrider.runner.checkpoint_files import is_finite
-from outrider.runner.checkpoints.fp8 import Fp8
-from outrider.runner.checkpoints.weight import LayerTensors
-from outrider.types import OutriderError, dtype_name
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config

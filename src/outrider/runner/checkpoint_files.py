@@ -15,8 +15,8 @@ from torch import Tensor
 from outrider.errors import first_line
 from outrider.files import read_object
 from outrider.hub import expected_weights
-from outrider.memory import first_file, indexed_files, weight_files
 from outrider.types import OutriderError
+from outrider.weight_files import first_file, indexed_files, weight_files
 
 MADV_POPULATE_READ = 22  # Linux 5.14 and newer
 POPULATE_BYTES = 1 << 28  # bytes per call

@@ -29,7 +29,7 @@ from transformers.utils.generic import ModelOutput
 from outrider.errors import errors_as, first_line
 from outrider.files import expanded, not_a_model_folder, object_in
 from outrider.hub import fetch_configs, fetch_weights, is_cached_only, refuse_missing
-from outrider.memory import on_this_machine, require_memory, weight_bytes, weight_files
+from outrider.memory import require_memory
 from outrider.runner import attention, gguf, recurrence
 from outrider.runner.checkpoint_files import EXPERTS, check_config_file, check_sizes, check_weight_files, is_finite
 from outrider.runner.checkpoints import modelopt
@@ -38,6 +38,7 @@ from outrider.runner.checkpoints.stored import headers, without_quantization
 from outrider.runner.checkpoints.weight import Format
 from outrider.runner.config import torch_dtype
 from outrider.types import OutriderError, dtype_name
+from outrider.weight_files import on_this_machine, weight_bytes, weight_files
 
 logger = logging.getLogger(__name__)
 
