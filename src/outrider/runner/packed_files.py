@@ -86,7 +86,7 @@ class PackedFile:
         except Exception as error:  # for example, a file of other code
             if is_out_of_memory(error):  # the file is good, and may be the only way to run the model
                 raise
-            logger.warning("%s does not fit the model (%s): rebuilding it", path, error)
+            logger.warning("%s does not fit the model (%s): rebuilding it", path, first_line(error))
             disk_cache.discard(KIND, self.key, SUFFIX)
             return None
         loading.read_generation_config(model, self.source)
