@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider import LLM, SamplingParams, native
 from outrider.heads import copied_tables, eagle_formats
-from outrider.heads.checkpoint import measured, read_folder, tensor_names
+from outrider.heads.checkpoint import read_folder, stored_rates, tensor_names
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
 from outrider.proposers.head_trees import HeadProposer
@@ -172,7 +172,7 @@ def test_an_exported_head_equals_the_original(source, kind, tmp_path, target):
         wanted = target.model.get_input_embeddings() if lent and name == "embed_tokens.weight" else None
         torch.testing.assert_close(tensor, first.embedding_table() if wanted is not None else first.state_dict()[name])
     assert second.shape.config.rope_parameters["rope_theta"] == 5000.0
-    assert measured(config, "acceptance_by_rank", 1, tmp_path) == [0.7, 0.1]
+    assert stored_rates(config, "acceptance_by_rank", 1, tmp_path) == [0.7, 0.1]
 
 
 def test_the_native_export_has_the_names_and_shapes_of_the_format(tmp_path, target):

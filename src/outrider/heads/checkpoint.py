@@ -229,7 +229,7 @@ def _header(opened: Any, name: str) -> Tensor:
     return torch.empty(shape, dtype=(entry[:0] if shape else opened.get_tensor(name)).dtype, device="meta")
 
 
-def measured(config: Mapping[str, Any], key: str, depth: int, source: object) -> Any:
+def stored_rates(config: Mapping[str, Any], key: str, depth: int, source: object) -> Any:
     """Return the rates that training stored with a head under "outrider", in ``depth`` nested lists; None without any.
 
     Raises ``OutriderError`` if they have another form.
@@ -286,7 +286,7 @@ def loose_files(folder: Path) -> list[Path]:
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], **rates: object) -> None:
-    """Write a folder for ``read_folder``, with weights in safetensors. ``rates``: those for ``measured``, if not empty."""
+    """Write a folder for ``read_folder``, with weights in safetensors. ``rates``: those for ``stored_rates``, if not empty."""
     stored = {key: values for key, values in rates.items() if values}
     config = {**config, "outrider": stored} if stored else config
     folder.mkdir(parents=True, exist_ok=True)

@@ -103,12 +103,12 @@ class PassThrough(Cache):
     # which read the states themselves.
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        recurrence.enter(layer_idx, state_idx)
+        recurrence.set_next_state(layer_idx, state_idx)
 
     get_recurrent_state = get_conv_state
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
-        recurrence.enter(layer_idx, state_idx)
+        recurrence.set_next_state(layer_idx, state_idx)
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:

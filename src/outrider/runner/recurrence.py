@@ -179,13 +179,13 @@ def active_states(state_of: StateOf, requests: Requests) -> Iterator[None]:
         _active.reset(token)
 
 
-def enter(layer: int, index: int) -> None:
+def set_next_state(layer: int, index: int) -> None:
     """Set the layer and state that the next function call uses; the cache calls this."""
     _layer.set((layer, index))
 
 
 def _state_and_requests(shape: tuple[int, ...], taps: int = 0) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
-    """Return arguments of an operator: the store of the state that ``enter`` named, its index, and the pass's requests."""
+    """Return arguments of an operator: the next state's store and index, and the pass's requests."""
     active = _active.get()
     assert active is not None
     state_of, requests = active

@@ -23,7 +23,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 from outrider import native
 from outrider.memory import require_memory
 from outrider.runner.config import torch_dtype
-from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weights_of
+from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weight_names
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import FACTORS, Array
 from outrider.runner.gguf.file import PLAIN, FileTensor, GgufFile, close_cached_files, tensors_by_parameter
@@ -137,7 +137,7 @@ def _set_packed(model: PreTrainedModel, layer: str, parameter: str, packed: Mapp
     elif isinstance(module, nn.Linear):
         _set(model, layer, PackedLinear(packed[parameter], module.weight.shape, module.bias))
     elif not isinstance(module, PackedExperts):  # otherwise both weights are placed already
-        given = {name: packed[f"{layer}.{name}"] for name in weights_of(module) if f"{layer}.{name}" in packed}
+        given = {name: packed[f"{layer}.{name}"] for name in weight_names(module) if f"{layer}.{name}" in packed}
         _set(model, layer, pack_experts(module, None, given))
 
 
