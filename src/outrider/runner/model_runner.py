@@ -109,7 +109,7 @@ class ModelRunner:
         loaded = loading.load_model(model, model_config, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         linear.fuse_on_gpu(loaded)
-        runner = cls._ready(loaded, config, device, shape, model)
+        runner = cls._from_loaded(loaded, config, device, shape, model)
         if rounding is not None:
             runner.file = PackedFile.of(model, rounding, config.dtype)  # also for a hub id, whose files are downloaded by now
             if config.weights is not None and runner.file is not None:
@@ -124,10 +124,10 @@ class ModelRunner:
         if config.weights is not None:
             refuse_rounding(config.weights, model.device, model.config, type(model))
         shape = survey_without_weights(model.config, type(model))
-        return cls._ready(linear.structural_copy(model), config, model.device, shape)
+        return cls._from_loaded(linear.structural_copy(model), config, model.device, shape)
 
     @classmethod
-    def _ready(
+    def _from_loaded(
         cls,
         model: PreTrainedModel,
         config: RunnerConfig,
