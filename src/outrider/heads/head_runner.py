@@ -172,7 +172,7 @@ class RolloutRunner(HeadRunner[RolloutHead]):
             some = [b for b, ids in enumerate(tokens) if len(ids) > start]
             ids = [list(tokens[b][start : start + CHUNK]) for b in some]
             hidden = [fused[b][start : start + CHUNK] for b in some]
-            step = self._chain([rows[b] for b in some], ids, hidden)
+            step = self._extend_chunk([rows[b] for b in some], ids, hidden)
             if self._layouts.is_padded:  # the next pass of the same shape overwrites what a captured graph returned
                 step = Step(*(each.clone() for each in step))
             steps.append((some, step))
@@ -183,7 +183,7 @@ class RolloutRunner(HeadRunner[RolloutHead]):
         last = {b: (step.feedback[i], step.logits[i]) for some, step in steps for i, b in enumerate(some)}  # of the last chunk
         return Step(*map(torch.stack, zip(*(last[b] for b in range(len(rows))), strict=True)))
 
-    def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> Step:
+    def _extend_chunk(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> Step:
         """Return the step after each request's last token, [B]."""
         inputs = self._layouts.chain(ids, rows, [self.cache.cached_lens[row] for row in rows])
         last = [start + len(own) - 1 for start, own in zip(inputs.starts, ids, strict=True)]

@@ -86,8 +86,8 @@ def _load(program: Program, path: Path) -> Run:
     # torch._inductor.aoti_load_package without its processor check, which starts Python processes for two seconds to verify
     # what the package's path already encodes.
     package = torch.classes.outrider.Package(str(path))
-    tensors = program.tensors()
-    package.load({name: tensors[name] for name in package.names()})
+    weights = program.weights()
+    package.load({name: weights[name] for name in package.names()})
     return package.run
 
 

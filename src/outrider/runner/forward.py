@@ -27,8 +27,8 @@ class Program(nn.Module, ABC):
     num_layers: int
     cache: KVCache
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return its weights by name, each under all of its names."""
+    def weights(self) -> dict[str, Tensor]:
+        """Return its parameters and buffers by name, each under all of its names."""
         return {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
 
     @abstractmethod

@@ -44,7 +44,7 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     """
     packed: dict[int, PackedLinear] = {}
     _pack_experts(model, bits)
-    kept = _multiplied(model)
+    multiplied = _multiplied(model)
     head = model.get_output_embeddings() if bits else None
     embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if is_plain_embedding(module)}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -57,7 +57,7 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
             make_invariant(module)
         elif activation := activation_of(module):
             model.set_submodule(name, Activation(activation))
-        if type(module) not in (nn.Linear, Conv1D) or id(module) in kept:
+        if type(module) not in (nn.Linear, Conv1D) or id(module) in multiplied:
             continue
         if id(module) not in packed:
             weight = module.weight if type(module) is nn.Linear else module.weight.T
@@ -106,12 +106,12 @@ def share_of_linear(model: PreTrainedModel) -> float:
     """Return the share of the language model's weights that ``pack_model`` rounds to 8 or 4 bits; works on the meta device."""
     parts = [part for part in (decoder_of(model), model.get_output_embeddings()) if part is not None]
     every = {id(parameter): parameter.numel() for part in parts for parameter in part.parameters()}
-    kept, table = _multiplied(model), model.get_input_embeddings()
+    multiplied, table = _multiplied(model), model.get_input_embeddings()
     rounded = {
         id(module.weight)
         for part in parts
         for module in part.modules()
-        if (type(module) in (nn.Linear, Conv1D) and id(module) not in kept) or (module is table and is_plain_embedding(module))
+        if (type(module) in (nn.Linear, Conv1D) and id(module) not in multiplied) or (module is table and is_plain_embedding(module))
     }
     experts = [module for part in parts for module in part.modules() if sizes_of(module)]
     rounded |= {id(parameter) for module in experts for parameter in module.parameters()}
