@@ -136,12 +136,14 @@ def test_only_float8_and_converted_weights_of_a_checkpoint_grow(
         "a.weight": torch.zeros(10, 10).to(torch.float8_e4m3fn),
     }
     save_file(tensors, tmp_path / "model.safetensors")
+    config = LlamaConfig()
+    config.quantization_config = {"quant_method": "fp8"}
     reader = FORMATS["fp8"]({"quant_method": "fp8"})
     needed = 1000 * bytes_of_16_bits + 100 * 4
     for total, is_refused in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(memory, "total_memory", lambda total=total: total)
         with pytest.raises(OutriderError, match=r"the weights in .* take") if is_refused else nullcontext():
-            loading.refuse_too_large(tmp_path, reader.growth, reader, dtype)
+            loading.fetch_fitting_weights(tmp_path, config, reader, None, dtype)
 
 
 def test_a_quantised_model_is_not_refused_before_its_download_by_an_upper_bound(

@@ -259,7 +259,7 @@ def activation_of(module: object) -> str | None:
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # transformers' names
 
 
-def fuse_siblings(model: PreTrainedModel) -> None:
+def fuse_siblings(model: nn.Module) -> None:
     """Fuse layers, packed or torch's, that transformers' models apply to one input, in place."""
     # Keeping references to the layers would keep their memory.
     for parent in [module for module in model.modules() if not isinstance(module, PackedLinear)]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -80,13 +80,8 @@ def fetch_fitting_weights(
     """Download the weights of a hub id. Raises ``OutriderError``, if possible before that, if they exceed the memory."""
     growth = growth_of(config, reader, bits, dtype)
     fetch_weights(source, growth if reader is None else min(growth, 1.0))  # a reader's is only an upper bound
-    refuse_too_large(source, growth, reader if bits is None else None, dtype)
-
-
-def refuse_too_large(source: str | Path, growth: float, reader: Format | None, dtype: torch.dtype | str) -> None:
-    """Raise ``OutriderError`` if the weights in a local folder exceed the memory of this process; see ``bytes_in_memory``."""
     try:
-        needed = bytes_in_memory(source, growth, reader, dtype)
+        needed = bytes_in_memory(source, growth, reader if bits is None else None, dtype)
     except OutriderError:  # broken files are reported when they are loaded
         return
     require_memory(needed, f"the weights in {source} take", "choose a smaller or a quantised checkpoint")
@@ -377,7 +372,7 @@ def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_re
     ``by_request``: the model creates its own masks, which are correct for a single request.
     """
     names = _parameters(type(model).forward)
-    name = _cache_argument(names)
+    name = cache_argument(model)
     takes_no_positions = name == "cache" and "position_ids" not in names
     if name == "cache_params" or (takes_no_positions and (model._is_stateful or "attention_mask" not in names)):
         # only recurrent layers, which would apply the mask
@@ -391,10 +386,7 @@ def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_re
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name of the argument of ``forward`` that takes the cache: transformers 5.24 renamed it to ``cache``."""
-    return _cache_argument(_parameters(type(model).forward))
-
-
-def _cache_argument(names: Collection[str]) -> str:
+    names = _parameters(type(model).forward)
     return next((name for name in ("past_key_values", "cache", "cache_params") if name in names), ANY_CACHE)
 
 

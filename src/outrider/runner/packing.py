@@ -111,7 +111,8 @@ def share_of_linear(model: PreTrainedModel) -> float:
         id(module.weight)
         for part in parts
         for module in part.modules()
-        if (type(module) in (nn.Linear, Conv1D) and id(module) not in multiplied) or (module is table and is_plain_embedding(module))
+        if (type(module) in (nn.Linear, Conv1D) and id(module) not in multiplied)
+        or (module is table and is_plain_embedding(module))
     }
     experts = [module for part in parts for module in part.modules() if sizes_of(module)]
     rounded |= {id(parameter) for module in experts for parameter in module.parameters()}
