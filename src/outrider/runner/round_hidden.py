@@ -26,8 +26,7 @@ class HiddenRows(Sequence[Tensor]):
 
 
 class RoundHidden:
-    """Chunks by request and hidden state, in order. They are kept until a round is committed, because a failed score is
-    repeated."""
+    """Hidden states of prefilled tokens, in chunks, until their round is committed: a failed score is repeated with them."""
 
     def __init__(self, copies: bool) -> None:
         """``copies``: whether the next pass overwrites the outputs of this one, as captured graphs do."""
