@@ -28,11 +28,11 @@ from outrider.weight_files import (
     INDEX_SUFFIX,
     LOADED_NAMES,
     WEIGHT_NAMES,
-    first_file,
     indexed_files,
     on_this_machine,
-    stated_file,
+    stated_weights,
     weight_files,
+    weights_or_index,
 )
 
 logger = getLogger(__name__)
@@ -253,8 +253,8 @@ def fetch_weights(source: object, growth: float = 0.0) -> None:
     repository = _repository(source)
     if repository is None:
         folder = on_this_machine(str(source)) if is_hub_id(source) else None
-        first = folder and first_file(folder)
-        if folder and (_lacks(folder, indexed_files(folder, first)) if first else not weight_files(folder)):
+        main = folder and weights_or_index(folder)
+        if folder and (_lacks(folder, indexed_files(folder, main)) if main else not weight_files(folder)):
             why = f"are not in the download cache, and {_listed_unless_offline(str(source)).problem}"
             raise OutriderError(f"the weights of {source} {why}: download them first with hf download {source}")
         return
@@ -339,16 +339,16 @@ def _listed(name: str) -> Repository:
 def _weights_of(source: str, repository: Repository) -> list[str]:
     """Return the files of the weights that are loaded, and their index. Raises ``OutriderError`` if there are none."""
     names = repository.sizes
-    stated = stated_file(_downloaded(source, CONFIG)) if CONFIG[0] in names else None
-    first = stated or next((name for name in LOADED_NAMES if name in names), None)
-    if first is None or first not in names:
+    stated = stated_weights(_downloaded(source, CONFIG)) if CONFIG[0] in names else None
+    main = stated or next((name for name in LOADED_NAMES if name in names), None)
+    if main is None or main not in names:
         raise OutriderError(f"{source} has no weights in a known format: {expected_weights(names, stated)}")
-    if not first.endswith(INDEX_SUFFIX):
-        return [first]
-    shards = indexed_files(_downloaded(source, [first]), first)
+    if not main.endswith(INDEX_SUFFIX):
+        return [main]
+    shards = indexed_files(_downloaded(source, [main]), main)
     if not repository.problem and (missing := [name for name in shards if name not in names]):  # else an older index
-        raise OutriderError(f"{source} lacks {missing[0]}, which its {first} names: choose another repository")
-    return [first, *shards]
+        raise OutriderError(f"{source} lacks {missing[0]}, which its {main} names: choose another repository")
+    return [main, *shards]
 
 
 def expected_weights(names: Collection[str], stated: str | None = None) -> str:

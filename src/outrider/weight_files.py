@@ -43,8 +43,8 @@ def weight_files(source: str | Path) -> list[Path]:
         return []
     names: list[str] = []
     with suppress(OSError, OutriderError):
-        first = first_file(folder)
-        names = [file.name for file in folder.glob("*.gguf")] if first is None else indexed_files(folder, first)
+        main = weights_or_index(folder)
+        names = [file.name for file in folder.glob("*.gguf")] if main is None else indexed_files(folder, main)
     return sorted(file for file in map(folder.joinpath, names) if file.is_file())  # no links to files deleted from a cache
 
 
@@ -53,15 +53,15 @@ def weight_bytes(source: str | Path) -> int:
     return sum(file.stat().st_size for file in weight_files(source))
 
 
-def first_file(folder: Path) -> str | None:
-    """Return the name of the weights, or of their index, that a folder's config.json states, else of the first that exists.
+def weights_or_index(folder: Path) -> str | None:
+    """Return the file that is loaded: the weights, or their index, that config.json states, else the first that exists.
 
-    Raises ``OutriderError`` as ``stated_file``.
+    Raises ``OutriderError`` as ``stated_weights``.
     """
-    return stated_file(folder) or next((name for name in LOADED_NAMES if (folder / name).is_file()), None)
+    return stated_weights(folder) or next((name for name in LOADED_NAMES if (folder / name).is_file()), None)
 
 
-def stated_file(folder: Path) -> str | None:
+def stated_weights(folder: Path) -> str | None:
     """Return the name of the weights, or of their index, in a folder's config.json; None if it states none.
 
     transformers then loads no other file. Raises ``OutriderError`` for one outside the folder.
@@ -81,14 +81,14 @@ def _refuse_outside(name: str, file: Path) -> None:
         raise OutriderError(f"{file} names weights outside its folder, {name}: expected the name of a file in it")
 
 
-def indexed_files(folder: Path, first: str, prefix: str = "") -> list[str]:
+def indexed_files(folder: Path, main: str, prefix: str = "") -> list[str]:
     """Return the names of the files that an index lists for tensors whose names begin with ``prefix``.
 
-    For a weight file, its own name. ``first``: see ``first_file``. Raises ``OutriderError`` for a broken index.
+    For a weight file, its own name. ``main``: see ``weights_or_index``. Raises ``OutriderError`` for a broken index.
     """
-    if not first.endswith(INDEX_SUFFIX):
-        return [first]
-    return sorted({file for tensor, file in weight_map(folder / first).items() if tensor.startswith(prefix)})
+    if not main.endswith(INDEX_SUFFIX):
+        return [main]
+    return sorted({file for tensor, file in weight_map(folder / main).items() if tensor.startswith(prefix)})
 
 
 def weight_map(index: Path) -> dict[str, str]:

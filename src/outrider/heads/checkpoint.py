@@ -35,10 +35,10 @@ from outrider.weight_files import (
     INDEXES,
     LOADED_NAMES,
     MEDUSA_FILES,
-    first_file,
     indexed_files,
     weight_files,
     weight_map,
+    weights_or_index,
 )
 
 if TYPE_CHECKING:
@@ -146,9 +146,9 @@ def tensor_names(folder: Path) -> Iterator[str]:
 
     Raises ``OutriderError`` for missing or broken files.
     """
-    first = first_file(folder)
-    if first is not None and first.endswith(INDEX_SUFFIX):
-        yield from weight_map(folder / first)
+    main = weights_or_index(folder)
+    if main is not None and main.endswith(INDEX_SUFFIX):
+        yield from weight_map(folder / main)
         return
     for file in _weight_files(folder):
         yield from _readable(file, _names)
@@ -255,11 +255,11 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     file = _gguf(folder)
     if file is not None or folder.is_file():
         return [file or folder]
-    first = first_file(folder)
-    if first is None:
+    main = weights_or_index(folder)
+    if main is None:
         expected = ", ".join(name for name in LOADED_NAMES if name not in INDEXES)
         raise OutriderError(f"{folder} has no weights: expected one of {expected}")
-    names = indexed_files(folder, first, prefix)
+    names = indexed_files(folder, main, prefix)
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise OutriderError(f"{folder} has no {missing[0]}, which its index or config.json names")
