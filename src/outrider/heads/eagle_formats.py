@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from outrider.heads.checkpoint import LAYER_KEYS, HeadFiles, TargetSizes, write_folder, written_layers
-from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
 from outrider.heads.copied_tables import drop_copied_table
+from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
 from outrider.runner.checkpoint_files import check_sizes
 from outrider.types import OutriderError, dtype_name
 

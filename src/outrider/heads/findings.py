@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from outrider.heads import block_formats, eagle_formats, medusa, mtp_formats
 from outrider.heads.block import BlockHead
 from outrider.heads.checkpoint import HeadFiles, stored_rates
+from outrider.heads.copied_tables import SHARED
 from outrider.heads.eagle import EagleHead
 from outrider.heads.feature_head import FeatureHead
-from outrider.heads.copied_tables import SHARED
 from outrider.runner import ModelRunner
 from outrider.runner.linear import PackedEmbedding, PackedLinear
 from outrider.types import Finding

@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.errors import errors_as
 from outrider.heads.checkpoint import HeadFiles, TargetSizes
-from outrider.heads.feature_head import RolloutHead, Rotation
 from outrider.heads.copied_tables import drop_copied_table
+from outrider.heads.feature_head import RolloutHead, Rotation
 from outrider.runner import ModelRunner, attention
 from outrider.runner.kv_cache import CacheShape, LayerShape
 from outrider.runner.loading import decoder_layers, num_layers, text_config

@@ -29,9 +29,7 @@ class PackedLinear(nn.Module):
     bias: Tensor | None
     order: Tensor | None
 
-    def __init__(
-        self, packed: Tensor, shape: Sequence[int], bias: Tensor | None = None, order: Tensor | None = None
-    ) -> None:
+    def __init__(self, packed: Tensor, shape: Sequence[int], bias: Tensor | None = None, order: Tensor | None = None) -> None:
         """``shape``: outputs and inputs, unpadded. ``order`` int64 [inputs]: the input of each column, None if in order."""
         super().__init__()
         self.out_features, self.in_features = shape

@@ -202,9 +202,7 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str 
         raise NotImplementedError(f"a short convolution with activation {activation}")
     bias = None if bias is None else _float(bias)
     where = _state_and_requests((weight.shape[0],), taps=weight.shape[1])
-    out: Tensor = torch.ops.outrider.short_conv(
-        _float(x.transpose(1, 2)), _float(weight), bias, activation is not None, *where
-    )
+    out: Tensor = torch.ops.outrider.short_conv(_float(x.transpose(1, 2)), _float(weight), bias, activation is not None, *where)
     return out.transpose(1, 2).to(x.dtype)
 
 
