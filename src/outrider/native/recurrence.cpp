@@ -165,7 +165,7 @@ Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const 
     for (int64_t work = begin; work < end; ++work) {
       const int64_t r = work / chunks, from = work % chunks * chunk, to = std::min(channels, from + chunk);
       const Ring ring = ring_of(states, layer, requests.rows[r]);
-      scan(requests, r, ring, from * size, (to - from) * size, scratch.data(), [&](int64_t t, const float* state, float* next) {
+      scan(requests, r, ring, from * size, (to - from) * size, scratch.data(), [=](int64_t t, const float* state, float* next) {
         for (int64_t channel = from; channel < to; ++channel) {
           const float step = dts[t * channels + channel], write = step * xs[t * channels + channel];
           float sum = 0;
