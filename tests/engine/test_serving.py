@@ -491,9 +491,9 @@ def test_a_copied_prefix_does_not_roll_back_its_source():
     kv = cache()
     for name, length in (("source", 30), ("sample", 40)):
         write(kv, kv.row(name), list(range(length)))
-    kv.copy("source", "sample", 29)
+    kv.copy_prefix("source", "sample", 29)
     assert kv.cached_len("sample") == 40
-    kv.copy("source", "other", 29)
+    kv.copy_prefix("source", "other", 29)
     assert kv.cached_len("other") == 29
 
 
