@@ -21,7 +21,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from outrider import LLM, doctor
 from outrider.doctor import DoctorOptions, check_draft
 from outrider.engine import finding
-from outrider.memory import weight_bytes
 from outrider.proposers import early_exit
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodSpec, Setting
@@ -31,6 +30,7 @@ from outrider.runner.config import RunnerConfig
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.state_cache import StateKey, StateShape, StateShapes, grouped
 from outrider.types import Finding, SamplingParams
+from outrider.weight_files import weight_bytes
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)

@@ -258,7 +258,7 @@ def test_files_of_an_older_commit_that_are_the_same_need_no_space(served, monkey
     served.sent.clear()
     hub.fetch_weights("a/sharded")
     assert not served.sent
-    assert hub._main("a/sharded").name == "d0" * 20
+    assert hub._newest_snapshot("a/sharded").name == "d0" * 20
 
 
 def test_with_a_failing_hub_a_cached_gguf_file_is_used(served):

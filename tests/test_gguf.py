@@ -25,7 +25,7 @@ from torch import nn  # noqa: E402
 from toy import outputs_of  # noqa: E402
 from transformers import Gemma3Config, GenerationConfig  # noqa: E402
 
-from outrider import LLM, SamplingParams, memory, native  # noqa: E402
+from outrider import LLM, SamplingParams, memory, native, weight_files  # noqa: E402
 from outrider.engine.config import eos_token_ids, load_tokenizer  # noqa: E402
 from outrider.runner import ModelRunner, RunnerConfig, blocks, linear, tokenizers  # noqa: E402
 from outrider.runner import gguf as gguf_reader  # noqa: E402
@@ -810,7 +810,7 @@ def test_a_file_in_parts_is_loaded_by_any_of_them(tmp_path):
     expected = load(whole).extend(["a"], [text])[0]
     for source in (folder, parts[0], parts[2]):
         assert torch.equal(load(source).extend(["a"], [text])[0], expected)
-        assert memory.weight_bytes(source) == sum(part.stat().st_size for part in parts)
+        assert weight_files.weight_bytes(source) == sum(part.stat().st_size for part in parts)
     assert load_tokenizer(parts[1]).encode("def add") == make_tokenizer().encode("def add")
     parts[1].rename(folder / "model.gguf")
     for source in (folder, parts[0]):

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from tiny_folder import make_folder
 from transformers import LlamaConfig
 
-from outrider import LLM, OutriderError, memory
-from outrider.runner import ModelRunner, RunnerConfig, checkpoint_files, loading, model_runner
+from outrider import LLM, OutriderError, memory, weight_files
+from outrider.runner import ModelRunner, RunnerConfig, checkpoint_files, loading
 from outrider.runner.checkpoint_files import check_weight_files
 from outrider.runner.checkpoints.formats import FORMATS
 
@@ -136,21 +136,23 @@ def test_only_float8_and_converted_weights_of_a_checkpoint_grow(
         "a.weight": torch.zeros(10, 10).to(torch.float8_e4m3fn),
     }
     save_file(tensors, tmp_path / "model.safetensors")
+    config = LlamaConfig()
+    config.quantization_config = {"quant_method": "fp8"}
     reader = FORMATS["fp8"]({"quant_method": "fp8"})
     needed = 1000 * bytes_of_16_bits + 100 * 4
     for total, is_refused in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(memory, "total_memory", lambda total=total: total)
         with pytest.raises(OutriderError, match=r"the weights in .* take") if is_refused else nullcontext():
-            loading.refuse_too_large(tmp_path, reader.growth, reader, dtype)
+            loading.fetch_fitting_weights(tmp_path, config, reader, None, dtype)
 
 
 def test_a_quantised_model_is_not_refused_before_its_download_by_an_upper_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bounds: list[float] = []
-    monkeypatch.setattr(model_runner, "fetch_weights", lambda _, growth=0.0: bounds.append(growth))
+    monkeypatch.setattr(loading, "fetch_weights", lambda _, growth=0.0: bounds.append(growth))
     ModelRunner.load(write(tmp_path / "model", *QUANTISED["fp8-block"]).folder, RunnerConfig(compile="never"))
-    assert bounds == [1.0]
+    assert bounds == [1.0, 0.0]  # 0: no further bound
 
 
 def test_weights_that_are_not_loaded_are_not_counted(tmp_path: Path) -> None:
@@ -158,9 +160,9 @@ def test_weights_that_are_not_loaded_are_not_counted(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"")
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert [file.name for file in memory.weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
+    assert [file.name for file in weight_files.weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    assert memory.weight_files(tmp_path) == []  # reported when it is loaded
+    assert weight_files.weight_files(tmp_path) == []  # reported when it is loaded
 
 
 def test_the_weights_of_a_cached_hub_id_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +171,8 @@ def test_the_weights_of_a_cached_hub_id_are_found(tmp_path: Path, monkeypatch: p
     snapshot = make_folder(repository / "snapshots" / "c0ffee")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c0ffee")
-    assert memory.weight_files("some/model") == [snapshot / "model.safetensors"]
-    assert memory.weight_files("some/other") == []
+    assert weight_files.weight_files("some/model") == [snapshot / "model.safetensors"]
+    assert weight_files.weight_files("some/other") == []
 
 
 @pytest.mark.parametrize(("number", "refused"), [(errno.EFAULT, True), (errno.EINVAL, False)])

@@ -46,7 +46,7 @@ def test_without_a_compiler_the_reference_implementations_are_used(
 ) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
-    assert native._loaded.__wrapped__() is False
+    assert native._build_and_load.__wrapped__() is False
     assert "install g++" in caplog.text
 
 
@@ -58,7 +58,7 @@ def test_without_a_compiler_torch_uses_the_cores_of_the_process_only(monkeypatch
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert native._loaded.__wrapped__() is False
+        assert native._build_and_load.__wrapped__() is False
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -68,7 +68,7 @@ def test_on_windows_the_advice_is_not_to_install_a_compiler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
-    assert native._loaded.__wrapped__() is False
+    assert native._build_and_load.__wrapped__() is False
     assert "cannot be built on Windows" in caplog.text and "g++" not in caplog.text
 
 
@@ -76,7 +76,7 @@ def test_a_compiler_that_fails_is_a_warning_not_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cache: Path
 ) -> None:
     monkeypatch.setenv("CXX", "false")
-    assert native._loaded.__wrapped__() is False
+    assert native._build_and_load.__wrapped__() is False
     assert "cannot be built or loaded" in caplog.text
     assert not list(cache.rglob("*.so"))
 
@@ -97,7 +97,7 @@ def test_a_cached_library_is_not_built_again(calls: Path) -> None:
 
 
 def test_a_library_that_does_not_load_is_a_warning(calls: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert native._loaded.__wrapped__() is False
+    assert native._build_and_load.__wrapped__() is False
     assert "cannot be built or loaded" in caplog.text
 
 
@@ -128,7 +128,7 @@ def test_a_cached_library_that_does_not_load_is_built_again(
             raise OSError("version `GLIBC_2.38' not found")
 
     monkeypatch.setattr(torch.ops, "load_library", load)
-    assert native._loaded.__wrapped__() is True
+    assert native._build_and_load.__wrapped__() is True
     assert len(calls.read_text().splitlines()) == 2 * once
     assert loaded[0] == file and loaded[1].read_text() == "whole" and (loaded[1] == file) == is_writable
 
@@ -140,7 +140,7 @@ def test_a_cache_on_a_mount_with_noexec_is_named_and_nothing_is_built_again(
     built()
     once = calls.read_text()
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
-    assert native._loaded.__wrapped__() is False
+    assert native._build_and_load.__wrapped__() is False
     assert "set OUTRIDER_CACHE to a folder on a mount without it" in caplog.text
     assert calls.read_text() == once
 
@@ -188,7 +188,7 @@ def test_cxx_may_contain_arguments(calls: Path, monkeypatch: pytest.MonkeyPatch,
     built()
     assert calls.read_text().startswith("-pipe -DWORDS=two words -std=")
     monkeypatch.setenv("CXX", "g++ '-pipe")
-    assert native._loaded.__wrapped__() is False
+    assert native._build_and_load.__wrapped__() is False
     assert 'CXX="g++ \'-pipe" is not a command line' in caplog.text
 
 

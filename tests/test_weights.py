@@ -20,7 +20,7 @@ from outrider.doctor import DoctorOptions, check_draft
 from outrider.engine.plan import Plan
 from outrider.export.deployment import read_deployment
 from outrider.export.vllm import Vllm
-from outrider.heads import own_tables
+from outrider.heads import copied_tables
 from outrider.runner import ModelRunner, RunnerConfig, blocks, linear, packing
 from outrider.types import OutriderError
 
@@ -97,15 +97,15 @@ def test_a_stored_copy_of_a_packed_table_is_found_without_unpacking_the_whole(we
     packed = ModelRunner.load(untouched(model), RunnerConfig(weights=weights, compile="never")).model.get_output_embeddings()
     own, unpacked = model.get_output_embeddings().weight.detach().clone(), []
     real = linear._unpacked
-    monkeypatch.setattr(own_tables, "SLICE", linear.kernels.PANEL)
+    monkeypatch.setattr(copied_tables, "SLICE", linear.kernels.PANEL)
     monkeypatch.setattr(linear, "_unpacked", lambda *args: unpacked.append(len(real(*args))) or real(*args))
     assert len(own) > linear.kernels.PANEL
-    assert not own_tables.has_own_table({"lm_head.weight": own}, "lm_head.weight", packed)
+    assert copied_tables.is_copy(own, packed)
     assert max(unpacked) == linear.kernels.PANEL and sum(unpacked) == len(own)
-    assert not own_tables.has_own_table({"lm_head.weight": own[:-3]}, "lm_head.weight", packed)  # padding rows
-    assert own_tables.has_own_table({"lm_head.weight": own + 1}, "lm_head.weight", packed)
-    assert own_tables.has_own_table({"lm_head.weight": own[:, 1:]}, "lm_head.weight", packed)
-    assert own_tables.has_own_table({"lm_head.weight": table.flip(0)}, "lm_head.weight", packed)
+    assert copied_tables.is_copy(own[:-3], packed)  # padding rows
+    assert not copied_tables.is_copy(own + 1, packed)
+    assert not copied_tables.is_copy(own[:, 1:], packed)
+    assert not copied_tables.is_copy(table.flip(0), packed)
 
 
 METHODS = {

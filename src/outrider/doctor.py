@@ -20,7 +20,7 @@ from outrider.engine.finding import candidates, target_files
 from outrider.engine.llm import LLM
 from outrider.errors import errors_as
 from outrider.hub import local_gguf
-from outrider.memory import free_memory, size, weight_bytes
+from outrider.memory import free_memory, size
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import Setting
 from outrider.registry import PLAIN, PROPOSERS
@@ -28,6 +28,7 @@ from outrider.runner.config import torch_device
 from outrider.runner.loading import bytes_in_memory, growth_of, load_config, model_class, num_experts, text_config
 from outrider.runner.rounding import choose_reader
 from outrider.types import Finding, OutriderError, SamplingParams
+from outrider.weight_files import weight_bytes
 
 if TYPE_CHECKING:
     from outrider.runner import ModelRunner

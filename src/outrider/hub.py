@@ -22,20 +22,18 @@ from typing import Any, TypeVar
 from outrider.errors import OutriderError
 from outrider.files import expanded, is_path
 from outrider.hub_errors import explained, is_unreachable, what_it_is
-from outrider.memory import (
+from outrider.memory import require_disk, require_memory, size
+from outrider.progress import PERIOD, reported_every
+from outrider.weight_files import (
     INDEX_SUFFIX,
     LOADED_NAMES,
     WEIGHT_NAMES,
-    first_file,
     indexed_files,
     on_this_machine,
-    require_disk,
-    require_memory,
-    size,
-    stated_file,
+    stated_weights,
     weight_files,
+    weights_or_index,
 )
-from outrider.progress import PERIOD, reported_every
 
 logger = getLogger(__name__)
 
@@ -67,7 +65,7 @@ def local_gguf(source: Source) -> Source | str:
     if found is None:
         return source
     repository, parts = _files_of_named(*found.groups())
-    folder = _cached(found[1]) if repository is None else _downloaded(found[1], parts)
+    folder = _cached_snapshot(found[1]) if repository is None else _downloaded(found[1], parts)
     return str(folder / parts[0])
 
 
@@ -79,12 +77,12 @@ def _files_of_named(repo_id: str, quantisation: str | None) -> tuple[Repository 
     repository = _current(repo_id)
     if repository is not None:
         return repository, files_of_quantisation(repo_id, list(repository.sizes), quantisation)
-    folder = _cached(repo_id)
+    folder = _cached_snapshot(repo_id)
     names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
     try:
         return None, files_of_quantisation(repo_id, names, quantisation)
     except OutriderError as error:
-        raise OutriderError(f"{error} in the download cache, and {_state(repo_id).problem}") from None
+        raise OutriderError(f"{error} in the download cache, and {_listed_unless_offline(repo_id).problem}") from None
 
 
 def is_gguf_id(source: object) -> bool:
@@ -98,7 +96,7 @@ def id_of_cached(path: str) -> str:
     Ids mean the newest revision, so that a file of an older one keeps its path.
     """
     found = CACHED.fullmatch(path)
-    main = found and _main(f"{found[2]}/{found[3]}")
+    main = found and _newest_snapshot(f"{found[2]}/{found[3]}")
     is_newest = found and main and os.path.realpath(main) == os.path.realpath(found[1])
     return f"{found[2]}/{found[3]}:{found[4]}" if found and is_newest else path
 
@@ -113,9 +111,9 @@ def _is_file_name(source: str) -> bool:
     return source.endswith(".gguf") and ":" not in source
 
 
-def _cached(repo_id: str, why: str = OFFLINE) -> Path:
+def _cached_snapshot(repo_id: str, why: str = OFFLINE) -> Path:
     """Return the folder of a repository in the download cache. Raises ``OutriderError`` if there is none."""
-    folder = _main(repo_id)
+    folder = _newest_snapshot(repo_id)
     if folder is None:
         raise OutriderError(
             f"no model {repo_id!r}: it is neither a local folder nor in the download cache, and {why}: check the name,"
@@ -255,14 +253,14 @@ def fetch_weights(source: object, growth: float = 0.0) -> None:
     repository = _repository(source)
     if repository is None:
         folder = on_this_machine(str(source)) if is_hub_id(source) else None
-        first = folder and first_file(folder)
-        if folder and (_lacks(folder, indexed_files(folder, first)) if first else not weight_files(folder)):
-            why = f"are not in the download cache, and {_state(str(source)).problem}"
+        main = folder and weights_or_index(folder)
+        if folder and (_lacks(folder, indexed_files(folder, main)) if main else not weight_files(folder)):
+            why = f"are not in the download cache, and {_listed_unless_offline(str(source)).problem}"
             raise OutriderError(f"the weights of {source} {why}: download them first with hf download {source}")
         return
     names = _weights_of(str(source), repository)
     # A cached model is checked by its loader, a cached head is not.
-    if _lacks(_folder(str(source)) / "snapshots" / repository.commit, names):
+    if _lacks(_cache_folder(str(source)) / "snapshots" / repository.commit, names):
         _require_memory(str(source), repository, names, growth)
     _downloaded(str(source), names)
 
@@ -280,25 +278,28 @@ def fetch(source: str) -> Path:
     refuse_missing(source)
     check_repository(source)
     fetch_weights(source, growth=1.0)
-    return on_this_machine(source) or _cached(source)
+    return on_this_machine(source) or _cached_snapshot(source)
 
 
 def _repository(source: object) -> Repository | None:
-    """Return what the repository of a hub id holds; None for other sources, and if the cache must do."""
+    """Return ``_current`` of a hub id; None for other sources."""
     return _current(str(source)) if is_hub_id(source) else None
 
 
 def _current(name: str) -> Repository | None:
-    """Return what a repository holds; None if the cache must do. Raises ``OutriderError`` if it has no such repository."""
-    found = _state(name)
+    """Return what a repository on the hub holds; None if the download cache must do.
+
+    Raises ``OutriderError`` if the cache has no such repository either.
+    """
+    found = _listed_unless_offline(name)
     if not found.problem:
         return found
-    _cached(name, found.problem)
+    _cached_snapshot(name, found.problem)
     return None
 
 
-def _state(name: str) -> Repository:
-    """Return what a repository holds. Raises ``OutriderError`` as ``_listed``."""
+def _listed_unless_offline(name: str) -> Repository:
+    """Return ``_listed``; an empty repository with the problem while access to the hub is disabled."""
     from huggingface_hub import constants
 
     is_disabled = constants.HF_HUB_OFFLINE  # also set by TRANSFORMERS_OFFLINE
@@ -307,12 +308,13 @@ def _state(name: str) -> Repository:
 
 def is_offline(source: object) -> bool:
     """Return whether a source is a hub id, and the hub is unreachable."""
-    return is_hub_id(source) and _state(str(source)).problem == OFFLINE
+    return is_hub_id(source) and _listed_unless_offline(str(source)).problem == OFFLINE
 
 
 @cache
 def _listed(name: str) -> Repository:
-    """Return what a repository holds; with a ``problem`` if the hub is unreachable, or fails and the cache has it.
+    """Ask the hub, once per process, what a repository holds; with a ``problem`` if it is unreachable, or fails and the cache
+    has the repository.
 
     Raises ``OutriderError`` if there is no such repository, or the hub refuses it.
     """
@@ -323,7 +325,7 @@ def _listed(name: str) -> Repository:
     except Exception as error:  # the hub client raises many kinds of exceptions
         if is_unreachable(error):
             return Repository("", {}, problem=OFFLINE)
-        if _main(name) is None:
+        if _newest_snapshot(name) is None:
             raise OutriderError(explained(name, error)) from error
         logger.info("%s: using the download cache", explained(name, error))
         return Repository("", {}, problem=FAILS)
@@ -337,16 +339,16 @@ def _listed(name: str) -> Repository:
 def _weights_of(source: str, repository: Repository) -> list[str]:
     """Return the files of the weights that are loaded, and their index. Raises ``OutriderError`` if there are none."""
     names = repository.sizes
-    stated = stated_file(_downloaded(source, CONFIG)) if CONFIG[0] in names else None
-    first = stated or next((name for name in LOADED_NAMES if name in names), None)
-    if first is None or first not in names:
+    stated = stated_weights(_downloaded(source, CONFIG)) if CONFIG[0] in names else None
+    main = stated or next((name for name in LOADED_NAMES if name in names), None)
+    if main is None or main not in names:
         raise OutriderError(f"{source} has no weights in a known format: {expected_weights(names, stated)}")
-    if not first.endswith(INDEX_SUFFIX):
-        return [first]
-    shards = indexed_files(_downloaded(source, [first]), first)
+    if not main.endswith(INDEX_SUFFIX):
+        return [main]
+    shards = indexed_files(_downloaded(source, [main]), main)
     if not repository.problem and (missing := [name for name in shards if name not in names]):  # else an older index
-        raise OutriderError(f"{source} lacks {missing[0]}, which its {first} names: choose another repository")
-    return [first, *shards]
+        raise OutriderError(f"{source} lacks {missing[0]}, which its {main} names: choose another repository")
+    return [main, *shards]
 
 
 def expected_weights(names: Collection[str], stated: str | None = None) -> str:
@@ -362,13 +364,13 @@ def _downloaded(repo_id: str, names: Sequence[str], needed: Sequence[str] | None
     Raises ``OutriderError`` in one line if it does not.
     """
     repository, needed = _listed(repo_id), names if needed is None else needed
-    folder, cached = _folder(repo_id) / "snapshots" / repository.commit, _main(repo_id)
+    folder, cached = _cache_folder(repo_id) / "snapshots" / repository.commit, _newest_snapshot(repo_id)
     missing = [name for name in names if not (folder / name).exists()]
     if not missing and cached == folder:
         return folder
     if repository.problem and cached is not None and not _lacks(cached, needed):
         return cached
-    blobs = _folder(repo_id) / "blobs"
+    blobs = _cache_folder(repo_id) / "blobs"
     num_bytes = sum(repository.sizes.get(name, 0) for name in missing if not (blobs / repository.blobs.get(name, "")).is_file())
     try:
         found = _fetched(repo_id, names, num_bytes)
@@ -380,7 +382,7 @@ def _downloaded(repo_id: str, names: Sequence[str], needed: Sequence[str] | None
         if cached is None or _lacks(cached, needed):
             raise problem from error
     with suppress(OSError):  # the hub client has begun with this change, unless the cache is read-only
-        (_folder(repo_id) / "refs" / "main").write_text(cached.name)
+        (_cache_folder(repo_id) / "refs" / "main").write_text(cached.name)
     repository.problem = FAILS
     logger.warning("%s; the files in the download cache are used", problem)
     return cached
@@ -426,7 +428,7 @@ def _snapshot(repo_id: str, names: Sequence[str]) -> Path:
             raise
 
 
-def _folder(repo_id: str) -> Path:
+def _cache_folder(repo_id: str) -> Path:
     """Return the folder of a repository in the download cache, which may not exist."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
@@ -434,9 +436,9 @@ def _folder(repo_id: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model")
 
 
-def _main(repo_id: str) -> Path | None:
+def _newest_snapshot(repo_id: str) -> Path | None:
     """Return the folder of a repository's newest snapshot in the download cache; None if there is none."""
-    folder = _folder(repo_id)
+    folder = _cache_folder(repo_id)
     with suppress(OSError):
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text()
         return snapshot if snapshot.is_dir() else None
@@ -451,7 +453,7 @@ def _shown(repo_id: str, needed: int) -> Iterator[None]:
     if not logger.isEnabledFor(INFO):
         yield
         return
-    blobs = _folder(repo_id) / "blobs"
+    blobs = _cache_folder(repo_id) / "blobs"
     before, was_disabled = _bytes_in(blobs), are_progress_bars_disabled()
 
     def report(elapsed: float) -> None:

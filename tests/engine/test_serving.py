@@ -432,7 +432,7 @@ def write(kv, row, text):
 
 
 def ended(kv, name, text):
-    write(kv, kv.row_for(name, text), text)
+    write(kv, kv.row_with_prefix(name, text), text)
     kv.retire([name])
     kv.release([name])
 
@@ -442,20 +442,20 @@ def test_a_request_reuses_the_longest_cached_prefix():
     shared = list(range(MIN_SHARED_PREFIX))
     ended(kv, "a", [*shared, 90, 91, 92])
     ended(kv, "b", [*shared, 90, 77])
-    row = kv.row_for("c", [*shared, 90, 91, 50])
+    row = kv.row_with_prefix("c", [*shared, 90, 91, 50])
     assert kv.cached_lens[row] == MIN_SHARED_PREFIX + 2
     assert kv.stores[0][0, row, 0, : MIN_SHARED_PREFIX + 2, 0].tolist() == [*shared, 90, 91]
     assert (kv.num_reused, kv.num_looked_up) == (2 * MIN_SHARED_PREFIX + 3, 3 * MIN_SHARED_PREFIX + 8)
-    other = kv.row_for("d", [*shared, 90, 91, 92, 93])  # c's row was copied, not taken over
+    other = kv.row_with_prefix("d", [*shared, 90, 91, 92, 93])  # c's row was copied, not taken over
     assert kv.cached_lens[other] == MIN_SHARED_PREFIX + 3 and other != row
 
 
 def test_a_running_request_shares_its_prefix():
     kv = cache()
     text = list(range(40))
-    first = kv.row_for("a", text)
+    first = kv.row_with_prefix("a", text)
     write(kv, first, text)
-    second = kv.row_for("b", [*range(30), 99, 98])
+    second = kv.row_with_prefix("b", [*range(30), 99, 98])
     assert second != first and kv.cached_lens[second] == 30 and kv.cached_lens[first] == 40
 
 
@@ -463,15 +463,15 @@ def test_requests_of_different_owners_share_no_prefix():
     kv = cache()
     text = list(range(40))
     ended(kv, "ann/r0", text)
-    write(kv, kv.row_for("ann/r1", [*text, 50]), [*text, 50])  # one row is kept, another runs
-    assert kv.cached_lens[kv.row_for("bob/r2", [*text, 60])] == 0
+    write(kv, kv.row_with_prefix("ann/r1", [*text, 50]), [*text, 50])  # one row is kept, another runs
+    assert kv.cached_lens[kv.row_with_prefix("bob/r2", [*text, 60])] == 0
     assert kv.longest_prefix("ann/r3", [*text, 60])[1] == 40 and kv.longest_prefix("cy/r4", [*text, 60]) == (None, 0)
 
 
 def test_the_last_prompt_token_is_never_taken_from_the_prefix_cache():
     kv = cache()
     ended(kv, "a", list(range(40)))
-    assert kv.cached_lens[kv.row_for("b", list(range(30)))] == 29
+    assert kv.cached_lens[kv.row_with_prefix("b", list(range(30)))] == 29
 
 
 def test_the_least_recently_used_prefix_is_evicted_first():
@@ -479,11 +479,11 @@ def test_the_least_recently_used_prefix_is_evicted_first():
     for start in (0, 100):
         ended(kv, f"r{start}", list(range(start, start + 30)))
     again = [*range(30), 7, 7]
-    write(kv, kv.row_for("again", again), again)
+    write(kv, kv.row_with_prefix("again", again), again)
     kv.retire(["again"])
     kv.release(["again"])
-    kv.row_for("new", list(range(200, 230)))
-    assert kv.cached_lens[kv.row_for("other", list(range(30)))] == 29
+    kv.row_with_prefix("new", list(range(200, 230)))
+    assert kv.cached_lens[kv.row_with_prefix("other", list(range(30)))] == 29
     assert kv.num_reused == 30 + 29
 
 
@@ -491,18 +491,18 @@ def test_a_copied_prefix_does_not_roll_back_its_source():
     kv = cache()
     for name, length in (("source", 30), ("sample", 40)):
         write(kv, kv.row(name), list(range(length)))
-    kv.copy("source", "sample", 29)
+    kv.copy_prefix("source", "sample", 29)
     assert kv.cached_len("sample") == 40
-    kv.copy("source", "other", 29)
+    kv.copy_prefix("source", "other", 29)
     assert kv.cached_len("other") == 29
 
 
 def test_the_cache_of_a_failed_request_is_not_reused():
     kv = cache()
-    row = kv.row_for("a", list(range(40)))
+    row = kv.row_with_prefix("a", list(range(40)))
     write(kv, row, list(range(40)))
     kv.release(["a"])
-    assert kv.cached_lens[kv.row_for("b", list(range(40)))] == 0
+    assert kv.cached_lens[kv.row_with_prefix("b", list(range(40)))] == 0
 
 
 def test_memory_is_reserved_before_admission():
@@ -524,7 +524,7 @@ def test_the_cache_never_exceeds_its_budget():
             kv.release([name])
             del under_way[name]
         text = [number % 7, *range(length - 1)]
-        write(kv, kv.row_for(f"r{number}", text), text)
+        write(kv, kv.row_with_prefix(f"r{number}", text), text)
         under_way[f"r{number}"] = text
         assert sum(store.nbytes for store in kv.stores) <= budget
         for name, known in under_way.items():
@@ -614,12 +614,12 @@ def test_an_entry_that_depends_on_the_next_token_needs_it_in_common():
     kv = cache()
     kv.lookahead = 1
     text = list(range(40))
-    row = kv.row_for("a", text)
+    row = kv.row_with_prefix("a", text)
     kv.reserve(39)
     kv.cached_lens[row] = 39
     kv.retire(["a"])
     kv.release(["a"])
-    assert kv.cached_lens[kv.row_for("same", [*text, 50, 51])] == 39  # token 39 is the next of the last entry
+    assert kv.cached_lens[kv.row_with_prefix("same", [*text, 50, 51])] == 39  # token 39 is the next of the last entry
     kv.retire(["same"])
     kv.release(["same"])
-    assert kv.cached_lens[kv.row_for("parts", [*range(30), 99, 98])] == 29
+    assert kv.cached_lens[kv.row_with_prefix("parts", [*range(30), 99, 98])] == 29

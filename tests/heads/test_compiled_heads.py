@@ -19,7 +19,7 @@ from outrider.runner.passes import ProgramRunner
 
 from .block_checkpoints import block_target, head_tensors, native_config, write
 from .mtp_checkpoints import tiny_target, write_checkpoint
-from .test_own_logits import model_of
+from .test_postprocessing import model_of
 from .writers import HIDDEN, write_eagle1, write_eagle3
 
 # one layer with a window, whose tokens attend to earlier ones only, and one without

@@ -13,16 +13,16 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider import LLM, SamplingParams, native
-from outrider.heads import eagle_formats, own_tables
-from outrider.heads.checkpoint import measured, read_folder, tensor_names
+from outrider.heads import copied_tables, eagle_formats
+from outrider.heads.checkpoint import read_folder, stored_rates, tensor_names
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
-from outrider.memory import INDEXES
 from outrider.proposers.head_trees import HeadProposer
 from outrider.proposers.method import TargetFiles
 from outrider.runner import ModelRunner, RunnerConfig, blocks
 from outrider.runner.linear import PackedEmbedding
 from outrider.types import OutriderError
+from outrider.weight_files import INDEXES
 
 from . import reference
 from .writers import HIDDEN, set_config, write_eagle1, write_eagle3, write_medusa, write_speculators
@@ -172,7 +172,7 @@ def test_an_exported_head_equals_the_original(source, kind, tmp_path, target):
         wanted = target.model.get_input_embeddings() if lent and name == "embed_tokens.weight" else None
         torch.testing.assert_close(tensor, first.embedding_table() if wanted is not None else first.state_dict()[name])
     assert second.shape.config.rope_parameters["rope_theta"] == 5000.0
-    assert measured(config, "acceptance_by_rank", 1, tmp_path) == [0.7, 0.1]
+    assert stored_rates(config, "acceptance_by_rank", 1, tmp_path) == [0.7, 0.1]
 
 
 def test_the_native_export_has_the_names_and_shapes_of_the_format(tmp_path, target):
@@ -388,7 +388,7 @@ def test_a_medusa_folder_is_not_an_eagle_head(tmp_path):
 @pytest.mark.parametrize("num_rows", [VOCAB, VOCAB - 3, VOCAB + 3])
 def test_a_copy_of_the_targets_embedding_is_not_kept(num_rows, tmp_path, model, target, monkeypatch):
     """Copies may have fewer or more padding rows than the target's table."""
-    monkeypatch.setattr(own_tables, "SLICE", 7)  # several slices, the last one shorter
+    monkeypatch.setattr(copied_tables, "SLICE", 7)  # several slices, the last one shorter
     embedding = model.get_input_embeddings()
 
     def loaded():
@@ -411,5 +411,5 @@ def test_a_copy_of_a_scaled_embedding_is_kept(packed):
     embedding = Gemma3TextScaledWordEmbedding(64, 32, 0, embed_scale=5.0)
     tensors = {"embed_tokens.weight": embedding.weight.detach().clone()}
     target = PackedEmbedding(blocks.pack(embedding.weight.detach(), 8), embedding) if packed else embedding
-    assert own_tables.has_own_table(tensors, "embed_tokens.weight", target)
+    copied_tables.drop_copied_table(tensors, "embed_tokens.weight", target)
     assert "embed_tokens.weight" in tensors

@@ -12,7 +12,7 @@ from toy import make_request
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.heads import medusa
-from outrider.heads.checkpoint import measured, tensor_names
+from outrider.heads.checkpoint import stored_rates, tensor_names
 from outrider.proposers.medusa import MedusaConfig, MedusaProposer
 from outrider.proposers.method import Setting
 from outrider.registry import PROPOSERS
@@ -95,7 +95,7 @@ def test_stored_accuracies_of_another_form_are_refused(tmp_path, stored, message
 @pytest.mark.parametrize("stored", [["a"], [[0.5]], "0.5", [True]])
 def test_stored_acceptance_of_another_form_is_refused(stored):
     with pytest.raises(OutriderError, match=r"acceptance_by_rank=.*: expected a list of numbers from 0 to 1"):
-        measured({"outrider": {"acceptance_by_rank": stored}}, "acceptance_by_rank", 1, "head")
+        stored_rates({"outrider": {"acceptance_by_rank": stored}}, "acceptance_by_rank", 1, "head")
 
 
 def test_weight_files_without_named_tensors_are_refused(tmp_path):

@@ -330,7 +330,7 @@ def test_a_run_that_started_compiled_stays_compiled(model, passes, package, monk
     early = load(model, "auto")
     scored(early, [[1, 2, 3]], [[4]])
     assert early.passes.is_compiled and not built
-    early.passes.runner_of((0,))  # not on disk: it is compiled, because two kinds of pass must agree
+    early.passes.run_of((0,))  # not on disk: it is compiled, because two kinds of pass must agree
     assert early.passes.is_compiled and len(built) == 1
 
 
@@ -338,10 +338,10 @@ def test_if_one_kind_of_pass_does_not_compile_all_stay_eager(model, tmp_path, mo
     """Compiled and eager passes round differently."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     late = load(model, "auto")
-    run, _ = late.passes.runner_of(), late.passes.runner_of((0,))
+    run, _ = late.passes.run_of(), late.passes.run_of((0,))
     monkeypatch.setattr(compiled, "load", lambda module, build: None if module.layers else lambda inputs: run(inputs))
     late.passes.compile_now()
-    assert late.passes.runner_of() is run and late.passes.could_compile
+    assert late.passes.run_of() is run and late.passes.could_compile
     monkeypatch.setattr(compiled, "load", lambda module, build: run)
     late.passes.compile_now()
     assert late.passes.is_compiled
@@ -351,8 +351,8 @@ def test_after_a_pass_that_does_not_compile_others_are_eager(model, tmp_path, mo
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(compiled, "load", lambda module, build: run if module.layers else None)
     eager = load(model, "always")
-    run = eager.passes.runner_of()
-    assert eager.passes.runner_of((0,)) is not run
+    run = eager.passes.run_of()
+    assert eager.passes.run_of((0,)) is not run
 
 
 @pytest.mark.parametrize(

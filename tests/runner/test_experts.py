@@ -97,7 +97,7 @@ def test_the_operator_computes_the_formula(rows: int, bits: int | None, activati
     has_gate = activation != "relu_squared"
     if not has_gate:
         up, up_bias = up[:, :INNER], up_bias[:, :INNER]
-    layers = [ExpertLinears(each.flatten(0, 1), bias.flatten(), bits) for each, bias in ((up, up_bias), (down, down_bias))]
+    layers = [ExpertLinears.of(each.flatten(0, 1), bias.flatten(), bits) for each, bias in ((up, up_bias), (down, down_bias))]
     packed = PackedExperts(layers[0], layers[1], NUM, activation, has_gate)
     values = [
         linear.weight_of(layer).float().view(NUM, *shape)
@@ -112,7 +112,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
     up, down, *_ = weights()
     for bits in (None, 8, 4):
         packed = PackedExperts(
-            ExpertLinears(up.flatten(0, 1), None, bits), ExpertLinears(down.flatten(0, 1), None, bits), NUM, "silu"
+            ExpertLinears.of(up.flatten(0, 1), None, bits), ExpertLinears.of(down.flatten(0, 1), None, bits), NUM, "silu"
         )
         x, chosen, shares = choices(40)
         whole = packed(x, chosen, shares)
@@ -125,7 +125,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
 @pytest.mark.parametrize("wrong", [-1, NUM])
 def test_an_expert_that_does_not_exist_is_an_error(wrong: int) -> None:
     up, down, *_ = weights()
-    packed = PackedExperts(ExpertLinears(up.flatten(0, 1), None), ExpertLinears(down.flatten(0, 1), None), NUM, "silu")
+    packed = PackedExperts(ExpertLinears.of(up.flatten(0, 1), None), ExpertLinears.of(down.flatten(0, 1), None), NUM, "silu")
     x, chosen, shares = choices(2)
     chosen[1, 2] = wrong
     with pytest.raises(IndexError, match=f"no expert {wrong} of {NUM}"):
@@ -168,7 +168,7 @@ def test_compiled_passes_keep_the_bits_of_sigmoids(kind: str, three_threads: Non
 
 def test_the_order_of_choices_does_not_matter() -> None:
     up, down, *_ = weights()
-    packed = PackedExperts(ExpertLinears(up.flatten(0, 1), None), ExpertLinears(down.flatten(0, 1), None), NUM, "silu")
+    packed = PackedExperts(ExpertLinears.of(up.flatten(0, 1), None), ExpertLinears.of(down.flatten(0, 1), None), NUM, "silu")
     x, chosen, shares = choices(40)
     assert torch.equal(packed(x, chosen, shares), packed(x, chosen.flip(1), shares.flip(1)))
 

@@ -106,7 +106,7 @@ PAIRS = [(32, 32), (97, 64), (40, 512), (200, 1056), (416, 96)]  # depths of 1, 
 def test_eight_rows_are_as_fast_as_torch(bits):
     """A kernel that fails this is broken: with AVX2, torch's float32 product takes more than twice as long."""
     weight, x = torch.randn(4096, 1024), torch.randn(8, 1024)
-    layer = PackedLinear(weight if bits else weight.bfloat16(), None, bits)
+    layer = PackedLinear.of(weight if bits else weight.bfloat16(), None, bits)
     products = {"outrider": lambda: layer(x), "torch": lambda: functional.linear(x, weight)}
     seconds = dict.fromkeys(products, math.inf)
     for _ in range(20):

@@ -12,7 +12,7 @@ from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.kv_cache import CacheShape, KVCache, LayerShape
 from outrider.runner.layouts import shared_chunk
 from outrider.runner.loading import cache_argument
-from outrider.runner.longrope import LongTexts
+from outrider.runner.longrope import LongRows
 from outrider.runner.state_cache import StateKey, StateShape, StateShapes, grouped
 from outrider.runner.survey import survey_without_weights
 from outrider.types import Context, OutriderError
@@ -218,11 +218,11 @@ def test_keep_gathers_a_path_in_order():
     keys[:] = torch.arange(cache.capacity).view(1, 1, 1, -1, 1).float()
     values[:] = -keys[..., :1]
     before = keys.clone()
-    cache.keep(row, 10, [1, 2, 5])
+    cache.gather_path(row, 10, [1, 2, 5])
     assert keys[1, row, 1, 8:16, 0].tolist() == [8, 9, 11, 12, 15, 13, 14, 15]
     assert values[0, row, 0, 10:13, 4].tolist() == [-11, -12, -15]
-    cache.keep(row, 0, [0, 1, 2])
-    cache.keep(row, 0, [])
+    cache.gather_path(row, 0, [0, 1, 2])
+    cache.gather_path(row, 0, [])
     assert torch.equal(keys[:, row, :, :10], before[:, row, :, :10])
 
 
@@ -269,21 +269,21 @@ def test_a_wide_chunk_of_one_request_does_not_widen_the_rows_beyond_what_was_adm
     assert reserved == [60]
 
 
-def test_the_flags_of_long_texts_move_with_the_rows():
+def test_the_flags_of_long_rows_move_with_the_rows():
     budget = 1200 * CacheShape.uniform(1, 1, 8, 8).floats_per_token * 4
     cache = KVCache(CacheShape.uniform(1, 1, 8, 8), 4, 400, torch.float32, torch.device("cpu"), budget)
-    texts = LongTexts(100, 4, torch.device("cpu"))
-    cache.on_compact = texts.keep_rows
+    long_rows = LongRows(100, 4, torch.device("cpu"))
+    cache.on_compact = long_rows.keep_rows
     assert cache.admit("long", 200) and cache.admit("other", 120) and cache.admit("short", 120)
     rows, lens = [cache.row(name) for name in ("long", "other", "short")], (150, 90, 100)
     cache.reserve(200)
-    texts.update(rows, [range(length) for length in lens], cache.cached_lens)
+    long_rows.update(rows, [range(length) for length in lens], cache.cached_lens)
     for row, length in zip(rows, lens, strict=True):
         cache.cached_lens[row] = length - 1
     cache.release(["long", "other"])
     assert cache.admit("next", 300) and cache.row("short") == 0
-    texts.update([0], [range(101)], cache.cached_lens)  # it crosses the border: its keys have the short frequencies
-    assert cache.cached_lens[0] == 0 and texts.is_long[0]
+    long_rows.update([0], [range(101)], cache.cached_lens)  # it crosses the border: its keys have the short frequencies
+    assert cache.cached_lens[0] == 0 and long_rows.is_long[0]
 
 
 @pytest.mark.parametrize("grow", ["slots", "rows", "compact"])
@@ -311,7 +311,7 @@ def test_layers_of_several_shapes_and_shared_layers_are_stored_correctly(grow):
     for number, store in enumerate(contents(cache, "a")):
         assert store.shape[1:] == (((2, 5, 3), (2, 5, 5), (1, 5, 4), (1, 5, 4))[number])
         assert torch.equal(store[0, 0, :, 0], torch.arange(5) + 100.0 * number)
-    cache.keep(cache.row("a"), 1, [1])
+    cache.gather_path(cache.row("a"), 1, [1])
     assert [store[0, 0, 1, 0].item() for store in contents(cache, "a")] == [2, 102, 202, 302]
 
 
@@ -337,5 +337,5 @@ def test_a_cache_that_grew_in_a_pass_can_be_written_to_outside_of_one():
     with torch.inference_mode():
         cache.stores[1].zero_()
     cache.cached_lens[cache.row("a")] = 3
-    cache.keep(cache.row("a"), 1, [1])
-    cache.copy("a", "b", 3)
+    cache.gather_path(cache.row("a"), 1, [1])
+    cache.copy_prefix("a", "b", 3)

@@ -154,13 +154,17 @@ def test_a_file_belongs_to_the_code_that_packed_it(name, folder, monkeypatch):
     assert PackedFile.of(folder, 4, "auto").key != before.key
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "an unknown class"])
 def test_a_damaged_file_is_rebuilt_with_one_warning(damage, folder, cache, read, caplog):
     expected = logits(ModelRunner.load(folder, INT4))
     (file,) = cache.iterdir()
-    file.write_bytes(file.read_bytes()[:-64] if damage == "cut" else b"")
+    if damage == "an unknown class":  # torch's message has several lines
+        torch.save({"modules": {"head": Path("x")}}, file)
+    else:
+        file.write_bytes(file.read_bytes()[:-64] if damage == "cut" else b"")
     assert torch.equal(logits(ModelRunner.load(folder, INT4)), expected)
-    assert len(read) == 2 and caplog.text.count("does not fit the model") == 1
+    (warning,) = [text for record in caplog.records if "does not fit the model" in (text := record.getMessage())]
+    assert len(read) == 2 and "\n" not in warning
     ModelRunner.load(folder, INT4)
     assert len(read) == 2
 

@@ -7,7 +7,7 @@ import torch
 
 from outrider import native
 from outrider.runner import ModelRunner, RunnerConfig, blocks, kernels, linear
-from outrider.runner.quantized import make_8_bits, quantized_bytes, quantized_copy
+from outrider.runner.quantized import place_head, quantized_bytes, quantized_copy, round_weights
 from outrider.types import OutriderError
 
 from .rounds import make_model, untouched
@@ -53,10 +53,10 @@ def test_an_8_bit_head_approximates_the_head_and_needs_cpu_kernels():
     x = {layer: torch.randn(7, layer.in_features) for layer in layers}
     before = {layer: layer(x[layer]) for layer in layers}
     size = sum(layer.packed.nbytes for layer in layers)
-    make_8_bits(runner.model)
+    round_weights(runner.model, 8)
     assert all(blocks.is_blocks(layer.packed) for layer in layers)
     assert sum(layer.packed.nbytes for layer in layers) <= size / 1.8
     for layer in layers:
         assert 0 < (layer(x[layer]) - before[layer]).norm() < 0.02 * before[layer].norm()
     with pytest.raises(OutriderError, match="leave out bits=8"):
-        make_8_bits(torch.nn.Linear(64, 64))
+        place_head(torch.nn.Linear(64, 64), make_model(config), bits=8)

@@ -37,10 +37,11 @@ from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
 from outrider.files import not_a_model_folder
 from outrider.heads.checkpoint import read_config, read_folder
-from outrider.memory import require_disk, weight_files
+from outrider.memory import require_disk
 from outrider.memory import size as in_bytes
 from outrider.progress import shown
 from outrider.types import OutriderError
+from outrider.weight_files import weight_files
 
 logger = logging.getLogger(__name__)
 

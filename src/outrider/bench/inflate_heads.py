@@ -28,9 +28,9 @@ from outrider.heads.checkpoint import (
     MTP,
     find_folder,
     kind_of,
-    measured,
     read_config,
     read_folder,
+    stored_rates,
     write_folder,
 )
 from outrider.heads.eagle import EagleHead, EagleShape
@@ -223,7 +223,7 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
             medusa.export(wide_medusa(heads, facts), part, facts.vocab_size, accuracies)
         else:
             head = eagle_formats.load(folder, facts.small_target)
-            acceptance = measured(read_config(folder), "acceptance_by_rank", 1, folder)
+            acceptance = stored_rates(read_config(folder), "acceptance_by_rank", 1, folder)
             eagle_formats.export(wide_eagle(head, facts), part, verifier=str(target), acceptance=acceptance)
     return out
 

@@ -19,10 +19,10 @@ from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, check_text, errors_as
 from outrider.family import TARGET, drafts
 from outrider.files import expanded, not_a_model_folder
-from outrider.memory import weight_files
 from outrider.method_text import is_draft_option, split_method, split_methods
 from outrider.registry import AUTO, PLAIN, PROPOSERS, VERIFIERS
 from outrider.runner.config import torch_device
+from outrider.weight_files import weight_files
 
 if TYPE_CHECKING:
     from outrider.engine.finding import MethodChoice

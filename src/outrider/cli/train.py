@@ -16,7 +16,6 @@ from outrider.errors import OutriderError
 from outrider.family import TARGET
 from outrider.files import expanded
 from outrider.hub import is_gguf_id, local_gguf
-from outrider.memory import weight_files
 from outrider.options import flag_name, path_or_text
 from outrider.train.options import (
     CONTINUED_RATES,
@@ -36,6 +35,7 @@ from outrider.train.options import (
     Parallel,
     Source,
 )
+from outrider.weight_files import weight_files
 
 if TYPE_CHECKING:
     from outrider.train.runs import Workspace

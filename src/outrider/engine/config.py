@@ -18,7 +18,6 @@ from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import errors_as, one_line
 from outrider.heads.checkpoint import MODEL, kind_of
-from outrider.memory import on_this_machine
 from outrider.method_text import split_method
 from outrider.options import declared
 from outrider.proposers.base import Proposer
@@ -29,6 +28,7 @@ from outrider.runner.loading import text_config
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.tune import DraftLengthPolicy
 from outrider.types import OutriderError
+from outrider.weight_files import on_this_machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,13 +22,14 @@ from outrider.files import expanded
 from outrider.heads.checkpoint import find_folder, kind_of, loose_files
 from outrider.heads.gguf_heads import is_head as is_gguf_head
 from outrider.hub import QUANTISATION, fetch, fetch_configs, is_hub_id, local_gguf
-from outrider.memory import gguf_parts, on_this_machine, size, weight_bytes, weight_files
+from outrider.memory import size
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import MethodSpec, TargetFiles
 from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS
 from outrider.runner import gguf
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError
+from outrider.weight_files import gguf_parts, on_this_machine, weight_bytes, weight_files
 
 logger = getLogger(__name__)
 

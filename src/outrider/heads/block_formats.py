@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from outrider.heads.block import BlockHead, BlockShape
 from outrider.heads.checkpoint import LAYER_KEYS, HeadFiles, TargetSizes, write_folder, written_layers
-from outrider.heads.own_tables import has_own_table
+from outrider.heads.copied_tables import drop_copied_table
 from outrider.runner.checkpoint_files import check_sizes
 from outrider.types import OutriderError, dtype_name
 
@@ -50,9 +50,9 @@ def load(source: str | Path | HeadFiles, target: TargetSizes, model: PreTrainedM
     layer: dict[str, Any] = config.get("transformer_layer_config") or config
     check_sizes(f"{files.source}/config.json", layer)
     if model is not None:
-        has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
+        drop_copied_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
         if "d2t" not in tensors:
-            has_own_table(tensors, "lm_head.weight", model.get_output_embeddings())
+            drop_copied_table(tensors, "lm_head.weight", model.get_output_embeddings())
     shape = _shape(files, layer, target)
     head = files.build(lambda: BlockHead(shape))
     files.offsets_to_ids()

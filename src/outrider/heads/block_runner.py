@@ -103,29 +103,29 @@ class BlockRunner(HeadRunner[BlockHead]):
         """
         shape, new = self.head.shape, _NewContext(self, request_ids, features)
         sizes = [count if shape.predicts_next else count + 1 for count in num_drafts]  # of the blocks
+        together = [[0] * (count + size) for count, size in zip(new.lens, sizes, strict=True)]  # only their number is used
+        both = self._layouts.chain(together, new.cache_rows, new.starts)
+        layout = both.layout
+        # Each request's features stand before its block in the cache; the pass takes all features, then all blocks.
+        of_features, of_tokens = ranges(both.starts, new.lens), ranges(map(add, both.starts, new.lens), sizes)
+        spare = -new.total % STEP if self._layouts.is_padded else 0  # features that no token reads
+        index_at = [0] * layout.positions.shape[1]
+        for first, standing in (0, of_features), (new.total + spare, of_tokens):
+            for index, place in enumerate(standing, first):
+                index_at[place] = index
+        of_features += [0] * spare
         ids: list[int] = []
-        block_index: list[int] = []
         for last, size in zip(last_tokens, sizes, strict=True):
             ids += [last, *[shape.mask_token_id] * (size - 1)]
-            block_index += range(size)
-        together = [[0] * (count + size) for count, size in zip(new.lens, sizes, strict=True)]  # only their number is used
-        blocks = self._layouts.chain(together, new.cache_rows, new.starts)
-        layout = blocks.layout
-        of_features, of_tokens = ranges(blocks.starts, new.lens), ranges(map(add, blocks.starts, new.lens), sizes)
-        spare = -new.total % STEP if self._layouts.is_padded else 0  # features that no token reads
-        order = [0] * layout.positions.shape[1]
-        for first, places in (0, of_features), (new.total + spare, of_tokens):
-            for index, place in enumerate(places, first):
-                order[place] = index
-        of_features += [0] * spare
-        numbers = torch.tensor([*ids, *block_index, *of_tokens, *of_features, *order], device=self.device)
-        total = len(ids)
-        token_ids, inside, tokens_at, features_at, standing = numbers.split((total, total, total, len(of_features), len(order)))
-        rotations = [torch.stack(self._rotation_at(new.fused, layout.positions[:, at])) for at in (tokens_at, features_at)]
+        in_block = ranges([0] * len(sizes), sizes)
+        numbers = torch.tensor([*ids, *in_block, *of_tokens, *of_features, *index_at], device=self.device)
+        lens = [len(ids)] * 3 + [len(of_features), len(index_at)]
+        token_ids, block_index, places, context_places, order = numbers.split(lens)
+        rotations = [torch.stack(self._rotation_at(new.fused, layout.positions[:, at])) for at in (places, context_places)]
         fused = functional.pad(new.fused, (0, 0, 0, spare))
         block = replace(layout, visible=self._visible(new.lens, sizes, layout.visible))
-        inputs = [token_ids[None], fused, *rotations, inside[None], standing, tokens_at, layout.visible, *block.tensors]
-        out = self._programs.runner_of()(inputs)[0][0]
+        inputs = [token_ids[None], fused, *rotations, block_index[None], order, places, layout.visible, *block.tensors]
+        out = self._programs.run_of()(inputs)[0][0]
         new.commit()
         return self._per_draft(out, sizes, num_drafts)
 

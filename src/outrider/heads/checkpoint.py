@@ -26,20 +26,20 @@ from torch import Tensor, nn
 from outrider.errors import first_line, is_out_of_memory
 from outrider.files import expanded, is_path, read_object, replaced, write_whole
 from outrider.hub import fetch
-from outrider.memory import (
-    INDEX_SUFFIX,
-    INDEXES,
-    LOADED_NAMES,
-    MEDUSA_FILES,
-    first_file,
-    indexed_files,
-    weight_files,
-    weight_map,
-)
 from outrider.runner.checkpoint_files import is_finite
 from outrider.runner.checkpoints.fp8 import Fp8
 from outrider.runner.checkpoints.weight import LayerTensors
 from outrider.types import OutriderError, dtype_name
+from outrider.weight_files import (
+    INDEX_SUFFIX,
+    INDEXES,
+    LOADED_NAMES,
+    MEDUSA_FILES,
+    indexed_files,
+    weight_files,
+    weight_map,
+    weights_or_index,
+)
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
@@ -146,9 +146,9 @@ def tensor_names(folder: Path) -> Iterator[str]:
 
     Raises ``OutriderError`` for missing or broken files.
     """
-    first = first_file(folder)
-    if first is not None and first.endswith(INDEX_SUFFIX):
-        yield from weight_map(folder / first)
+    main = weights_or_index(folder)
+    if main is not None and main.endswith(INDEX_SUFFIX):
+        yield from weight_map(folder / main)
         return
     for file in _weight_files(folder):
         yield from _readable(file, _names)
@@ -229,7 +229,7 @@ def _header(opened: Any, name: str) -> Tensor:
     return torch.empty(shape, dtype=(entry[:0] if shape else opened.get_tensor(name)).dtype, device="meta")
 
 
-def measured(config: Mapping[str, Any], key: str, depth: int, source: object) -> Any:
+def stored_rates(config: Mapping[str, Any], key: str, depth: int, source: object) -> Any:
     """Return the rates that training stored with a head under "outrider", in ``depth`` nested lists; None without any.
 
     Raises ``OutriderError`` if they have another form.
@@ -255,11 +255,11 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     file = _gguf(folder)
     if file is not None or folder.is_file():
         return [file or folder]
-    first = first_file(folder)
-    if first is None:
+    main = weights_or_index(folder)
+    if main is None:
         expected = ", ".join(name for name in LOADED_NAMES if name not in INDEXES)
         raise OutriderError(f"{folder} has no weights: expected one of {expected}")
-    names = indexed_files(folder, first, prefix)
+    names = indexed_files(folder, main, prefix)
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise OutriderError(f"{folder} has no {missing[0]}, which its index or config.json names")
@@ -286,7 +286,7 @@ def loose_files(folder: Path) -> list[Path]:
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], **rates: object) -> None:
-    """Write a folder for ``read_folder``, with weights in safetensors. ``rates``: those for ``measured``, if not empty."""
+    """Write a folder for ``read_folder``, with weights in safetensors. ``rates``: those for ``stored_rates``, if not empty."""
     stored = {key: values for key, values in rates.items() if values}
     config = {**config, "outrider": stored} if stored else config
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from outrider.heads.checkpoint import LAYER_KEYS, HeadFiles, TargetSizes, write_folder, written_layers
+from outrider.heads.copied_tables import drop_copied_table
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
-from outrider.heads.own_tables import has_own_table
 from outrider.runner.checkpoint_files import check_sizes
 from outrider.types import OutriderError, dtype_name
 
@@ -59,7 +59,7 @@ def load(source: str | Path | HeadFiles, target: TargetSizes, model: PreTrainedM
         raise OutriderError(f"unsupported layers {layer['model_type']} in {files.source}: only Llama layers can be loaded")
     check_sizes(f"{files.source}/config.json", layer)
     if model is not None:
-        has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
+        drop_copied_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
     llama = _llama(files, layer, target.vocab_size)
     if "layers.0.hidden_norm.weight" in tensors:
         shape = _shape_of_generation_3(files, llama, target)

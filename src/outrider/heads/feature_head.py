@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from outrider.heads.checkpoint import TargetSizes, check_ids
-from outrider.heads.own_logits import Postprocess
+from outrider.heads.postprocessing import Postprocess
 from outrider.runner.kv_cache import CacheShape
 from outrider.types import OutriderError, over_vocabulary
 

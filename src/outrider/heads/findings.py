@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from outrider.heads import block_formats, eagle_formats, medusa, mtp_formats
 from outrider.heads.block import BlockHead
-from outrider.heads.checkpoint import HeadFiles, measured
+from outrider.heads.checkpoint import HeadFiles, stored_rates
+from outrider.heads.copied_tables import SHARED
 from outrider.heads.eagle import EagleHead
 from outrider.heads.feature_head import FeatureHead
-from outrider.heads.own_tables import SHARED
 from outrider.runner import ModelRunner
 from outrider.runner.linear import PackedEmbedding, PackedLinear
 from outrider.types import Finding
@@ -65,7 +65,7 @@ def of_block(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
         yield Finding("ok", "layers", text)
     kind = "each by the one before" if shape.in_order else "each by itself"
     yield Finding("ok", "block", f"at most {shape.max_drafts} drafts in one pass, {kind}; mask token {shape.mask_token_id}")
-    rates = measured(config, "acceptance_by_position", 1, folder)
+    rates = stored_rates(config, "acceptance_by_position", 1, folder)
     if rates:
         yield Finding("ok", "acceptance", f"measured in training, by position: {', '.join(f'{rate:.0%}' for rate in rates)}")
     yield from _norms(head)

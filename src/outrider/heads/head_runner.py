@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.heads.feature_head import FeatureHead, RolloutHead, Rotation
-from outrider.heads.own_logits import postprocess_of
+from outrider.heads.postprocessing import postprocess_of
 from outrider.runner import ModelRunner, linear, quantized
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.forward import Program, described, example_layout
@@ -125,12 +125,12 @@ class HeadRunner(ABC, Generic[Head]):
 
     def prepare(self) -> None:
         """Compile, or load, the pass of drafting."""
-        self._programs.runner_of()
+        self._programs.run_of()
         self._programs.compile_now()
 
     def start(self, request: Request) -> int:
         """Start a new request from the longest cached prefix. Return the number of leading tokens whose features are in it."""
-        return self.cache.cached_lens[self.cache.row_for(request.request_id, request.token_ids)]
+        return self.cache.cached_lens[self.cache.row_with_prefix(request.request_id, request.token_ids)]
 
     def _rotation_at(self, like: Tensor, positions: Tensor) -> Rotation:
         """Return cosines and sines [1, T, D] at positions [1, T].
@@ -172,7 +172,7 @@ class RolloutRunner(HeadRunner[RolloutHead]):
             some = [b for b, ids in enumerate(tokens) if len(ids) > start]
             ids = [list(tokens[b][start : start + CHUNK]) for b in some]
             hidden = [fused[b][start : start + CHUNK] for b in some]
-            step = self._chain([rows[b] for b in some], ids, hidden)
+            step = self._extend_chunk([rows[b] for b in some], ids, hidden)
             if self._layouts.is_padded:  # the next pass of the same shape overwrites what a captured graph returned
                 step = Step(*(each.clone() for each in step))
             steps.append((some, step))
@@ -183,10 +183,10 @@ class RolloutRunner(HeadRunner[RolloutHead]):
         last = {b: (step.feedback[i], step.logits[i]) for some, step in steps for i, b in enumerate(some)}  # of the last chunk
         return Step(*map(torch.stack, zip(*(last[b] for b in range(len(rows))), strict=True)))
 
-    def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> Step:
+    def _extend_chunk(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> Step:
         """Return the step after each request's last token, [B]."""
         inputs = self._layouts.chain(ids, rows, [self.cache.cached_lens[row] for row in rows])
-        last = [start + len(text) - 1 for start, text in zip(inputs.starts, ids, strict=True)]
+        last = [start + len(own) - 1 for start, own in zip(inputs.starts, ids, strict=True)]
         return self._run(inputs.layout, inputs.ids, inputs.join(hidden), self._layouts.row_indices(last, [1] * len(last)))
 
     @torch.inference_mode()
@@ -211,4 +211,4 @@ class RolloutRunner(HeadRunner[RolloutHead]):
     def _run(self, layout: PassLayout, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Step:
         """Run one pass over tokens [1, T] and features [1, T, H]; return the step after the tokens at ``places`` [N]."""
         cos, sin = self._rotation_at(hidden, layout.positions)
-        return Step(*self._programs.runner_of()([token_ids, hidden, cos, sin, places, *layout.tensors]))
+        return Step(*self._programs.run_of()([token_ids, hidden, cos, sin, places, *layout.tensors]))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from outrider.heads.checkpoint import HeadFiles, TargetSizes, check_ids, measured, read_config, write_folder
+from outrider.heads.checkpoint import HeadFiles, TargetSizes, check_ids, read_config, stored_rates, write_folder
 from outrider.types import OutriderError, dtype_name, over_vocabulary
 
 Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: probability that the candidate of that rank is the target's token
@@ -106,7 +106,7 @@ def load(source: str | Path | HeadFiles, target: TargetSizes) -> tuple[MedusaHea
     is_biased, is_mapped = "blocks.0.layers.0.bias" in tensors, "token_map" in tensors
     heads = files.fill(MedusaHeads(MedusaShape(num_heads, layers, hidden_size, num_tokens, is_biased, is_mapped)))
     check_fit(heads, target)
-    return heads, measured(files.config, "accuracies", 2, files.source)
+    return heads, stored_rates(files.config, "accuracies", 2, files.source)
 
 
 def _from_original(name: str) -> str:

@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.errors import errors_as
 from outrider.heads.checkpoint import HeadFiles, TargetSizes
+from outrider.heads.copied_tables import drop_copied_table
 from outrider.heads.feature_head import RolloutHead, Rotation
-from outrider.heads.own_tables import has_own_table
 from outrider.runner import ModelRunner, attention
 from outrider.runner.kv_cache import CacheShape, LayerShape
 from outrider.runner.loading import decoder_layers, num_layers, text_config
@@ -138,8 +138,9 @@ def built_head(files: HeadFiles, template: LayerTemplate, layer: int, target: Mo
 
     ``layer``: the template's layer that is copied. Raises ``OutriderError`` if the head does not fit the target.
     """
-    own_embedding = has_own_table(files.tensors, "embed_tokens.weight", target.model.get_input_embeddings())
-    own_output = has_own_table(files.tensors, "lm_head.weight", target.model.get_output_embeddings())
-    head = files.build(lambda: MtpHead(template, layer, own_embedding, own_output))
+    tensors = files.tensors
+    drop_copied_table(tensors, "embed_tokens.weight", target.model.get_input_embeddings())
+    drop_copied_table(tensors, "lm_head.weight", target.model.get_output_embeddings())
+    head = files.build(lambda: MtpHead(template, layer, "embed_tokens.weight" in tensors, "lm_head.weight" in tensors))
     head.check_fit(target)
     return head

@@ -39,11 +39,11 @@ def load() -> bool:
     Limits torch's threads to the cores that this process may use, unless ``OMP_NUM_THREADS`` is set.
     """
     with _loading:  # threads that load at the same time build the library once
-        return _loaded()
+        return _build_and_load()
 
 
 @cache
-def _loaded() -> bool:
+def _build_and_load() -> bool:
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
@@ -57,18 +57,18 @@ def _loaded() -> bool:
             logger.warning("%s: passes use torch's kernels, several times slower; %s", why, advice)
             return False
         found = build.cached(compiler)
-        if found is None or not _loads(found):
-            _load(build.library(compiler))
+        if found is None or not _load_cached(found):
+            _load_file(build.library(compiler))
     except (*build.FAILURES, OutriderError) as error:
         logger.warning("the CPU kernels cannot be built or loaded, torch's own are used: %s", first_line(error))
         return False
     return True
 
 
-def _loads(path: Path) -> bool:
+def _load_cached(path: Path) -> bool:
     """Load a library from the cache. Remove it and return False if it does not load here, such as with an older libc."""
     try:
-        _load(path)
+        _load_file(path)
     except OSError as error:
         logger.warning("%s does not load (%s): it is built again", path, first_line(error))
         with suppress(OSError):  # a cache that cannot be written
@@ -77,7 +77,7 @@ def _loads(path: Path) -> bool:
     return True
 
 
-def _load(path: Path) -> None:
+def _load_file(path: Path) -> None:
     """Load a library. Raises ``OSError``, or ``OutriderError`` on a mount with noexec, where building again does not help."""
     import torch
 

@@ -55,6 +55,21 @@ Ring ring_of(const Tensor& states, int64_t layer, int64_t row) {  // states [L, 
   return {first, slots, size};
 }
 
+// Call step(t, state, next) for each token t of request r, in order: `state` is the part of `size` floats from `offset` on of the state
+// before it, `next` the same after it. Only the last S states are kept; earlier ones are computed in `scratch`, in place.
+template <typename Step>
+void scan(const Requests& requests, int64_t r, const Ring& ring, int64_t offset, int64_t size, float* scratch, const Step& step) {
+  const int64_t base = requests.bases[r], first = requests.start(r), last = requests.ends[r];
+  float* state = scratch;
+  if (base == 0) std::fill_n(state, size, 0.0f);
+  else state = ring.at(base - 1) + offset;
+  for (int64_t t = first; t < last; ++t) {
+    float* next = last - t <= ring.slots ? ring.at(base + t - first) + offset : scratch;
+    step(t, state, next);
+    state = next;
+  }
+}
+
 constexpr int64_t kBlock = 64;  // value features summed in registers
 
 // One token of a head: state' = decay * state + key (x) write, with write = beta * (value - key . (decay * state)) for the delta rule,
@@ -114,13 +129,9 @@ Tensor delta_scan(const Tensor& query, const Tensor& key, const Tensor& value, c
   parallel_for(0, requests.count * heads, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(size), own_key(keys), own_query(keys), own_decay(keys);
     for (int64_t work = begin; work < end; ++work) {
-      const int64_t r = work / heads, h = work % heads, base = requests.bases[r];
-      const int64_t first = requests.start(r), last = requests.ends[r];
+      const int64_t r = work / heads, h = work % heads;
       const Ring ring = ring_of(states, layer, requests.rows[r]);
-      float* state = scratch.data();
-      if (base == 0) std::fill_n(state, size, 0.0f);
-      else state = ring.at(base - 1) + h * size;
-      for (int64_t t = first; t < last; ++t) {
+      scan(requests, r, ring, h * size, size, scratch.data(), [&](int64_t t, const float* state, float* next) {
         const float* head_key = k + (t * key_heads + h / group) * keys;
         const float* head_query = q + (t * key_heads + h / group) * keys;
         const float by_key = normalize ? inverse_norm(head_key, keys) : 1.0f;
@@ -131,13 +142,10 @@ Tensor delta_scan(const Tensor& query, const Tensor& key, const Tensor& value, c
           own_query[i] = head_query[i] * by_query;
           own_decay[i] = gates > 1 || i == 0 ? std::exp(gate[gates > 1 ? i : 0]) : own_decay[0];
         }
-        // Only the last S states are kept; earlier ones are computed in place.
-        float* next = last - t <= ring.slots ? ring.at(base + t - first) + h * size : scratch.data();
         const int64_t at = t * heads + h;
         advance(state, next, own_decay.data(), own_key.data(), own_query.data(), v + at * values, b ? b + at : nullptr, keys,
                 values, y + at * values);
-        state = next;
-      }
+      });
     }
   });
   return out;
@@ -156,13 +164,8 @@ Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const 
     std::vector<float> scratch(chunk * size);
     for (int64_t work = begin; work < end; ++work) {
       const int64_t r = work / chunks, from = work % chunks * chunk, to = std::min(channels, from + chunk);
-      const int64_t base = requests.bases[r], first = requests.start(r), last = requests.ends[r];
       const Ring ring = ring_of(states, layer, requests.rows[r]);
-      float* state = scratch.data();
-      if (base == 0) std::fill_n(state, (to - from) * size, 0.0f);
-      else state = ring.at(base - 1) + from * size;
-      for (int64_t t = first; t < last; ++t) {
-        float* next = last - t <= ring.slots ? ring.at(base + t - first) + from * size : scratch.data();
+      scan(requests, r, ring, from * size, (to - from) * size, scratch.data(), [=](int64_t t, const float* state, float* next) {
         for (int64_t channel = from; channel < to; ++channel) {
           const float step = dts[t * channels + channel], write = step * xs[t * channels + channel];
           float sum = 0;
@@ -173,8 +176,7 @@ Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const 
           }
           y[t * channels + channel] = sum;
         }
-        state = next;
-      }
+      });
     }
   });
   return out;

@@ -75,7 +75,7 @@ Cut<T> reach(const T* values, int64_t count, double target, std::vector<T>& buck
 }
 
 constexpr int64_t kShared = 1 << 15;  // tokens of a piece of work, so that it takes longer than waking a thread
-constexpr int64_t kLanes = 16;  // independent sums and maxima, so that the compiler may use vectors of them
+constexpr int64_t kSums = 16;  // independent sums and maxima, so that the compiler may use vectors of them
 
 inline double exp_of(double x) { return std::exp(x); }
 
@@ -101,24 +101,24 @@ inline float exp_of(float x) {
 
 template <typename T>
 T peak_of(const T* row, int64_t size) {
-  T lanes[kLanes];
-  std::fill(lanes, lanes + kLanes, -std::numeric_limits<T>::infinity());
+  T lanes[kSums];
+  std::fill(lanes, lanes + kSums, -std::numeric_limits<T>::infinity());
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes)
-    for (int64_t j = 0; j < kLanes; ++j) lanes[j] = row[i + j] > lanes[j] ? row[i + j] : lanes[j];
+  for (; i + kSums <= size; i += kSums)
+    for (int64_t j = 0; j < kSums; ++j) lanes[j] = row[i + j] > lanes[j] ? row[i + j] : lanes[j];
   for (; i < size; ++i) lanes[0] = row[i] > lanes[0] ? row[i] : lanes[0];
-  return *std::max_element(lanes, lanes + kLanes);
+  return *std::max_element(lanes, lanes + kSums);
 }
 
 // The sum of each(i) for i < size.
 template <typename T, typename Each>
 T sum_lanes(int64_t size, const Each& each) {
-  T lanes[kLanes] = {};
+  T lanes[kSums] = {};
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes)
-    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += each(i + j);
+  for (; i + kSums <= size; i += kSums)
+    for (int64_t j = 0; j < kSums; ++j) lanes[j] += each(i + j);
   for (; i < size; ++i) lanes[0] += each(i);
-  return std::accumulate(lanes, lanes + kLanes, T(0));
+  return std::accumulate(lanes, lanes + kSums, T(0));
 }
 
 // The first token of the highest value; -1 for a row with NaN, +inf or only -inf.
@@ -127,7 +127,7 @@ int64_t first_peak(const T* row, int64_t size) {
   constexpr int64_t kBlock = 512;
   T highest = -std::numeric_limits<T>::infinity();
   int64_t block = 0;
-  int32_t invalid[kLanes] = {};
+  int32_t invalid[kSums] = {};
   for (int64_t begin = 0; begin < size; begin += kBlock) {
     const int64_t count = std::min(kBlock, size - begin);
     const T peak = peak_of(row + begin, count);
@@ -136,11 +136,11 @@ int64_t first_peak(const T* row, int64_t size) {
       block = begin;
     }
     int64_t i = begin;
-    for (; i + kLanes <= begin + count; i += kLanes)
-      for (int64_t j = 0; j < kLanes; ++j) invalid[j] |= row[i + j] != row[i + j];
+    for (; i + kSums <= begin + count; i += kSums)
+      for (int64_t j = 0; j < kSums; ++j) invalid[j] |= row[i + j] != row[i + j];
     for (; i < begin + count; ++i) invalid[0] |= row[i] != row[i];
   }
-  if (std::accumulate(invalid, invalid + kLanes, 0) || !std::isfinite(highest)) return -1;
+  if (std::accumulate(invalid, invalid + kSums, 0) || !std::isfinite(highest)) return -1;
   return std::find(row + block, row + size, highest) - row;
 }
 
@@ -155,9 +155,19 @@ bool softmax_row(const T* row, T* out, int64_t size, T temperature) {
   return true;
 }
 
+// How a request's logits become probabilities: a row of `settings`.
+struct Setting {
+  double temperature, top_k, top_p, min_p;
+  bool truncates() const { return top_k > 0 || top_p < 1 || min_p > 0; }
+};
+static_assert(sizeof(Setting) == 4 * sizeof(double));
+
+// Set the probabilities of tokens that truncation excludes to 0, and scale the others to a sum of 1.
 template <typename T>
-void truncate_row(T* row, int64_t size, int64_t top_k, double top_p, double min_p, std::vector<T>& found, std::vector<T>& maxima) {
-  const T least = static_cast<T>(min_p) * peak_of(row, size);
+void truncate_row(T* row, int64_t size, const Setting& setting, std::vector<T>& found, std::vector<T>& maxima) {
+  const int64_t top_k = static_cast<int64_t>(setting.top_k);
+  const double top_p = setting.top_p;
+  const T least = static_cast<T>(setting.min_p) * peak_of(row, size);
   // All tokens below (1 - top_p) / size together have less mass than top-p excludes; half of that allows for rounding.
   const T bound = top_k ? top_k_bound(row, size, top_k, maxima) : std::max(least, static_cast<T>((1 - top_p) / (2 * size)));
   int64_t count = 0;
@@ -188,38 +198,35 @@ void truncate_row(T* row, int64_t size, int64_t top_k, double top_p, double min_
   for (int64_t i = 0; i < size; ++i) row[i] = row[i] > border || (row[i] == border && cut.level-- > 0) ? row[i] / scale : 0;
 }
 
-// `setting`: temperature, top_k, top_p and min_p.
-inline bool truncates(const double* setting) { return setting[1] > 0 || setting[2] < 1 || setting[3] > 0; }
-
 // out = the row's distribution: one-hot at the argmax for temperature 0. Returns false for a row with NaN, +inf or only -inf.
 template <typename T>
-bool shape_row(const T* row, T* out, int64_t size, const double* setting, std::vector<T>* scratch) {
-  if (setting[0] == 0) {
+bool shape_row(const T* row, T* out, int64_t size, const Setting& setting, std::vector<T>* scratch) {
+  if (setting.temperature == 0) {
     const int64_t first = first_peak(row, size);
     if (first < 0) return false;
     std::fill(out, out + size, T(0));
     out[first] = 1;
     return true;
   }
-  if (!softmax_row(row, out, size, static_cast<T>(setting[0]))) return false;
-  if (truncates(setting)) {
+  if (!softmax_row(row, out, size, static_cast<T>(setting.temperature))) return false;
+  if (setting.truncates()) {
     scratch[0].resize(size + 1);
-    truncate_row(out, size, static_cast<int64_t>(setting[1]), setting[2], setting[3], scratch[0], scratch[1]);
+    truncate_row(out, size, setting, scratch[0], scratch[1]);
   }
   return true;
 }
 
-// Calls body(r, row, setting, scratch) for the first counts[b] rows r of each request b (no counts: for all), whose setting is
-// temperature, top_k, top_p and min_p. `scratch` [3]: memory that later rows reuse.
+// Calls body(r, row, setting, scratch) for the first counts[b] rows r of each request b (no counts: for all). `scratch` [3]: memory
+// that later rows reuse.
 template <typename T, typename Body>
 void each_row(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef counts, const Body& body) {
   const int64_t width = scores.size(1), size = scores.size(2);
   const T* rows = scores.const_data_ptr<T>();
-  const double* of_requests = settings.const_data_ptr<double>();
+  const Setting* of_requests = reinterpret_cast<const Setting*>(settings.const_data_ptr<double>());
   parallel_for(0, scores.size(0) * width, 1 + kShared / size, [&](int64_t begin, int64_t end) {
     std::vector<T> scratch[3];
     for (int64_t r = begin; r < end; ++r)
-      if (counts.empty() || r % width < counts[r / width]) body(r, rows + r * size, of_requests + r / width * 4, scratch);
+      if (counts.empty() || r % width < counts[r / width]) body(r, rows + r * size, of_requests[r / width], scratch);
   });
 }
 
@@ -350,16 +357,16 @@ void visit_noisy(const T* row, const T* probs, int64_t size, T temperature, uint
 // softmax(row / temperature) of the tokens that truncation keeps, in scratch[0]; null if it keeps all. `first`: a token of the highest
 // value, set to one that is kept, or to -1 if the row is invalid at this temperature.
 template <typename T>
-const T* kept_probs(const T* row, int64_t size, const double* setting, std::vector<T>* scratch, int64_t* first) {
-  if (!truncates(setting)) return nullptr;
+const T* kept_probs(const T* row, int64_t size, const Setting& setting, std::vector<T>* scratch, int64_t* first) {
+  if (!setting.truncates()) return nullptr;
   scratch[0].resize(size);
   scratch[1].resize(size + 1);
   T* const probs = scratch[0].data();
-  if (!softmax_row(row, probs, size, static_cast<T>(setting[0]))) {
+  if (!softmax_row(row, probs, size, static_cast<T>(setting.temperature))) {
     *first = -1;
     return nullptr;
   }
-  truncate_row(probs, size, static_cast<int64_t>(setting[1]), setting[2], setting[3], scratch[1], scratch[2]);
+  truncate_row(probs, size, setting, scratch[1], scratch[2]);
   // Almost equal values can have the same probability, of which only that of the lower id is kept.
   if (!(probs[*first] > 0)) *first = std::max_element(probs, probs + size) - probs;
   return probs;
@@ -368,10 +375,10 @@ const T* kept_probs(const T* row, int64_t size, const double* setting, std::vect
 // The token of a deterministic round: the argmax of row / temperature + noise among the tokens that truncation keeps, without
 // noise for temperature 0. -1 for a row with NaN, +inf or only -inf. `scratch` [3]: memory that later rows reuse.
 template <typename T>
-int64_t choose_in(const T* row, int64_t size, const double* setting, uint64_t key, std::vector<T>* scratch) {
+int64_t choose_in(const T* row, int64_t size, const Setting& setting, uint64_t key, std::vector<T>* scratch) {
   int64_t first = first_peak(row, size);
-  if (first < 0 || setting[0] == 0) return first;
-  const T temperature = static_cast<T>(setting[0]);
+  if (first < 0 || setting.temperature == 0) return first;
+  const T temperature = static_cast<T>(setting.temperature);
   const T* const probs = kept_probs(row, size, setting, scratch, &first);
   if (first < 0) return -1;
   Best<T> best{row[first] / temperature + static_cast<T>(noise_of(noise_word(key, first))), first};
@@ -414,12 +421,12 @@ void likeliest_in(const T* row, int64_t size, int64_t top_k, int64_t first, std:
 // The `num_noisy` highest values of which `choose_in` takes the highest, as their softmax: `found`, in order, with other tokens of
 // probability 0 if truncation keeps fewer than `top_k`.
 template <typename T>
-void likeliest_noisy(const T* row, int64_t size, const double* setting, uint64_t key, int64_t top_k, int64_t num_noisy, int64_t first,
+void likeliest_noisy(const T* row, int64_t size, const Setting& setting, uint64_t key, int64_t top_k, int64_t num_noisy, int64_t first,
                      std::vector<Best<T>>& found, std::vector<T>* scratch) {
   const T* const probs = kept_probs(row, size, setting, scratch, &first);
   if (first < 0) return fill_invalid(top_k, found);
-  const T lowest = -std::numeric_limits<T>::infinity();
-  visit_noisy(row, probs, size, static_cast<T>(setting[0]), key, lowest, [&](const Best<T>& candidate) {  // a heap, the last in order first
+  const T lowest = -std::numeric_limits<T>::infinity(), temperature = static_cast<T>(setting.temperature);
+  visit_noisy(row, probs, size, temperature, key, lowest, [&](const Best<T>& candidate) {  // a heap, the last in order first
     if (static_cast<int64_t>(found.size()) < num_noisy || candidate < found.front()) {
       if (static_cast<int64_t>(found.size()) == num_noisy) {
         std::pop_heap(found.begin(), found.end());
@@ -465,7 +472,7 @@ std::tuple<at::Tensor, std::vector<int64_t>> shape_probs(const at::Tensor& score
   std::vector<char> invalid(scores.size(0) * scores.size(1));
   AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "shape_probs", [&] {
     scalar_t* out = probs.mutable_data_ptr<scalar_t>();
-    each_row<scalar_t>(scores, settings, counts, [&](int64_t r, const scalar_t* row, const double* setting, auto* scratch) {
+    each_row<scalar_t>(scores, settings, counts, [&](int64_t r, const scalar_t* row, const Setting& setting, auto* scratch) {
       invalid[r] = !shape_row(row, out + r * size, size, setting, scratch);
     });
   });
@@ -481,7 +488,7 @@ std::tuple<at::Tensor, std::vector<int64_t>> choose(const at::Tensor& scores, co
   std::vector<char> invalid(token_ids.numel());
   int64_t* chosen = token_ids.mutable_data_ptr<int64_t>();
   AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "choose", [&] {
-    each_row<scalar_t>(scores, settings, counts, [&](int64_t r, const scalar_t* row, const double* setting, auto* scratch) {
+    each_row<scalar_t>(scores, settings, counts, [&](int64_t r, const scalar_t* row, const Setting& setting, auto* scratch) {
       const int64_t token = choose_in(row, scores.size(2), setting, keys.empty() ? 0 : keys[r], scratch);
       invalid[r] = token < 0;
       chosen[r] = std::max<int64_t>(token, 0);
@@ -502,12 +509,12 @@ std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, const at:
   int64_t* ids = token_ids.mutable_data_ptr<int64_t>();
   AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "likeliest", [&] {
     scalar_t* out = probs.mutable_data_ptr<scalar_t>();
-    each_row<scalar_t>(scores, settings, {}, [&](int64_t r, const scalar_t* row, const double* setting, auto* scratch) {
+    each_row<scalar_t>(scores, settings, {}, [&](int64_t r, const scalar_t* row, const Setting& setting, auto* scratch) {
       std::vector<Best<scalar_t>> found;
       const int64_t first = first_peak(row, size);
       if (first < 0)
         fill_invalid(top_k, found);
-      else if (keys.empty() || setting[0] == 0)
+      else if (keys.empty() || setting.temperature == 0)
         likeliest_in(row, size, top_k, first, found, scratch);
       else
         likeliest_noisy(row, size, setting, keys[r], top_k, std::min(num_noisy, size), first, found, scratch);

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from outrider.heads import eagle_formats, findings
-from outrider.heads.checkpoint import EAGLE, HeadFiles, measured
+from outrider.heads.checkpoint import EAGLE, HeadFiles, stored_rates
 from outrider.heads.eagle import EagleHead, check_hidden_states
 from outrider.options import option, several, whole
 from outrider.proposers.head_method import HeadMethod, Loaded, folder_of
@@ -56,7 +56,7 @@ class EagleMethod(HeadMethod):
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
         files = HeadFiles.read(folder)
         head = eagle_formats.load(files, target, getattr(target, "model", None))
-        rates = measured(files.config, "acceptance_by_rank", 1, folder)
+        rates = stored_rates(files.config, "acceptance_by_rank", 1, folder)
         return Loaded(head, f"EAGLE-{head.shape.generation} head", {"acceptance": rates})
 
     def alternatives(self, setting: Setting) -> list[str]:

@@ -124,7 +124,7 @@ class HeadProposer(TreeProposer):
             cache = self.head.cache
             count = min(cache.cached_len(source), request.num_prompt_tokens - 2)  # the last entry's output is needed
             if count > 0:
-                cache.copy(source, request.request_id, count)
+                cache.copy_prefix(source, request.request_id, count)
 
     def _feed(self, context: Context, rows: list[int]) -> Step:
         """Feed the uncached tokens of the requests in these rows. See ``_read``."""

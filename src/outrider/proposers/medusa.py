@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.heads import findings
 from outrider.heads.checkpoint import MEDUSA
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
-from outrider.heads.own_logits import postprocess_of
+from outrider.heads.postprocessing import postprocess_of
 from outrider.options import option, several
 from outrider.proposers.base import rows_with_hidden
 from outrider.proposers.head_method import HeadMethod, Loaded

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of
 from outrider.hub import local_gguf
-from outrider.memory import on_this_machine
 from outrider.options import CheckedOptions, declared, path_or_text
 from outrider.proposers.base import Proposer
 from outrider.proposers.portable import Form, Portable
 from outrider.types import Finding, OutriderError
+from outrider.weight_files import on_this_machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

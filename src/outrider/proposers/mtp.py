@@ -10,7 +10,7 @@ from pathlib import Path
 
 from outrider.heads import findings, mtp_formats
 from outrider.heads.assistant import AssistantHead, AssistantRunner
-from outrider.heads.checkpoint import MTP, measured, read_config
+from outrider.heads.checkpoint import MTP, read_config, stored_rates
 from outrider.heads.head_runner import RolloutRunner
 from outrider.heads.mtp import MtpHead
 from outrider.proposers.head_method import HeadMethod, Loaded
@@ -44,7 +44,7 @@ class MtpMethod(HeadMethod):
         assert isinstance(target, ModelRunner)  # its layers are those of the target's class
         is_gguf = gguf.find(folder) is not None
         # a target's GGUF file states no acceptance
-        rates = None if is_gguf else measured(read_config(folder), "acceptance_by_rank", 1, folder)
+        rates = None if is_gguf else stored_rates(read_config(folder), "acceptance_by_rank", 1, folder)
         return Loaded(mtp_formats.load_any(folder, target), "MTP head", {"acceptance": rates})
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:

@@ -39,7 +39,7 @@ class PassLayout:
     visible: Tensor  # bool [B, W, M], M >= W: visibility of the last M slots, which end with the pass's W tokens
     stores: tuple[Tensor, ...]  # keys and values, in turn, of each kind of layer: [L, R, Hkv, S, D]; then recurrent states
     hidden: Tensor | None = None  # [1, T, H]: input of the first layer of the pass, if that is not layer 0
-    keeps_keys: bool = False  # whether the pass holds one request of a model that reads keys and values from the cache
+    by_request: bool = False  # whether this is one request of a model with its own attention code (see ``CacheShape``)
     layers_done: set[int] = field(default_factory=set)  # layers whose attention has run
 
     @property
@@ -67,7 +67,7 @@ class PassLayout:
             own, one = slice(start, end), slice(b, b + 1)
             hidden = None if self.hidden is None else self.hidden[:, own]
             inputs = (self.positions[:, own], self.cache_rows[one], self.bases[one], self.ends[one] - start, self.visible[one])
-            yield PassLayout(self.layer_places, self.states, *inputs, self.stores, hidden, keeps_keys=True), own
+            yield PassLayout(self.layer_places, self.states, *inputs, self.stores, hidden, by_request=True), own
             start = end
 
 
@@ -89,25 +89,25 @@ def position_offsets() -> Tensor | int:
     A pass of one request has a single number.
     """
     layout = _active.get()
-    if layout is None or layout.keeps_keys:
-        return num_stored()
+    if layout is None or layout.by_request:
+        return num_earlier()
     positions = layout.positions[0]
     return positions - torch.arange(positions.shape[0], device=positions.device)
 
 
-def num_stored() -> int:
-    """Return the number of cached tokens whose keys and values the model receives: 0 if attention reads the cache itself."""
+def num_earlier() -> int:
+    """Return how many cached tokens' keys and values a model's own attention code receives: 0 if Outrider's attention runs."""
     layout = _active.get()
-    return int(layout.bases[0]) if layout is not None and layout.keeps_keys else 0
+    return int(layout.bases[0]) if layout is not None and layout.by_request else 0
 
 
-def stored(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Store new keys and values; return those that the layer attends to: in a pass of one request all, [1, Hkv, S, D].
+def update_cache(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Store new keys and values for a model's own attention code; return all of the request, [1, Hkv, S, D].
 
-    In other passes return the new ones unchanged, because Outrider's attention reads the cache itself.
+    In other passes return the new ones unchanged: Outrider's attention writes and reads the cache itself.
     """
     layout = _active.get()
-    if layout is None or not layout.keeps_keys:
+    if layout is None or not layout.by_request:
         return key, value
     keys, values, index = layout.entries(layer)
     row, base = int(layout.cache_rows[0]), int(layout.bases[0])

@@ -15,8 +15,8 @@ from torch import Tensor
 from outrider.errors import first_line
 from outrider.files import read_object
 from outrider.hub import expected_weights
-from outrider.memory import first_file, indexed_files, weight_files
 from outrider.types import OutriderError
+from outrider.weight_files import indexed_files, weight_files, weights_or_index
 
 MADV_POPULATE_READ = 22  # Linux 5.14 and newer
 POPULATE_BYTES = 1 << 28  # bytes per call
@@ -41,11 +41,11 @@ MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
 def check_weight_files(source: str | Path) -> None:
     """Raise ``OutriderError`` for weights in a local folder that are missing, incomplete or damaged, or on a disk error."""
     folder, files = Path(source), weight_files(source)
-    first = first_file(folder)
-    if first is not None and (folder / first).is_file():
-        indexed_files(folder, first)
+    main = weights_or_index(folder)
+    if main is not None and (folder / main).is_file():
+        indexed_files(folder, main)
     elif folder.is_dir() and not files:
-        why = expected_weights([file.name for file in folder.iterdir()], first)
+        why = expected_weights([file.name for file in folder.iterdir()], main)
         raise OutriderError(f"{source} has no weights: {why}")
     for file in files:
         _check_whole(file)

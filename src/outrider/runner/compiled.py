@@ -52,14 +52,14 @@ def without_building() -> Iterator[None]:
         _may_build.reset(before)
 
 
-def load(module: Program, build: bool) -> Run | None:
+def load(program: Program, build: bool) -> Run | None:
     """Return the compiled program from disk, or build it if ``build``. None if there is none or compilation fails."""
     build &= _may_build.get()
-    key = _key(module)
+    key = _key(program)
     path = disk_cache.find(FOLDER, key, SUFFIX)
     if path is not None:
         try:
-            return _load(module, path)
+            return _load(program, path)
         except Exception as error:  # for example, torch libraries changed without a change of version
             is_kept = is_out_of_memory(error)  # the file is not at fault
             build &= not is_kept
@@ -71,7 +71,7 @@ def load(module: Program, build: bool) -> Run | None:
     if not build:
         return None
     try:
-        return _load(module, _build(module, key))
+        return _load(program, _build(program, key))
     except Exception as error:
         # Compilation can fail in many ways; the eager pass computes the same.
         logger.warning("compilation failed, passes stay eager: %s", first_line(error))
@@ -79,39 +79,39 @@ def load(module: Program, build: bool) -> Run | None:
         return None
 
 
-def _load(module: Program, path: Path) -> Run:
-    if module.cache.device.type == "cuda":
+def _load(program: Program, path: Path) -> Run:
+    if program.cache.device.type == "cuda":
         with _inductor_in(disk_cache.cache_dir("inductor")):
-            return compiled_gpu.load(module, path)
+            return compiled_gpu.load(program, path)
     # torch._inductor.aoti_load_package without its processor check, which starts Python processes for two seconds to verify
     # what the package's path already encodes.
     package = torch.classes.outrider.Package(str(path))
-    tensors = module.tensors()
-    package.load({name: tensors[name] for name in package.names()})
+    weights = program.weights()
+    package.load({name: weights[name] for name in package.names()})
     return package.run
 
 
-def export(module: Program) -> ExportedProgram:
+def export(program: Program) -> ExportedProgram:
     """Export a program with its dynamic dimensions."""
-    with torch.device(module.cache.device):
-        inputs, shapes = module.example()
-    if module.cache.device.type == "cpu":
+    with torch.device(program.cache.device):
+        inputs, shapes = program.example()
+    if program.cache.device.type == "cpu":
         blocks.fastest_activation_bits()  # cached before tracing, which would record the call as an operator of the pass
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's internal warnings
-        return torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
+        return torch.export.export(program, inputs, strict=False, dynamic_shapes=shapes)
 
 
-def _build(module: Program, key: str) -> Path:
+def _build(program: Program, key: str) -> Path:
     """Compile the pass and store it in the cache."""
-    expected = SECONDS + SECONDS_PER_LAYER * module.num_layers
-    is_cuda = module.cache.device.type == "cuda"  # then packages use files of inductor's folder
+    expected = SECONDS + SECONDS_PER_LAYER * program.num_layers
+    is_cuda = program.cache.device.type == "cuda"  # then packages use files of inductor's folder
     with (
-        progress.logged(logger, f"compiling {module.label}, once per machine", expected),
+        progress.logged(logger, f"compiling {program.label}, once per machine", expected),
         tempfile.TemporaryDirectory(prefix="outrider-") as built,
         _inductor_in(disk_cache.cache_dir("inductor") if is_cuda else Path(built)),
     ):
-        exported, package = export(module), Path(built) / f"{key}{SUFFIX}"
+        exported, package = export(program), Path(built) / f"{key}{SUFFIX}"
         if is_cuda:
             compiled_gpu.build(exported, package)
             return disk_cache.store(package, FOLDER, key, SUFFIX)
@@ -155,12 +155,12 @@ def _compiled_in(tensor: Tensor) -> Any:
     return tensor.tolist() if tensor.numel() == 1 or (tensor.dim() == 1 and len(tensor) <= MAX_INLINED) else None
 
 
-def _key(module: Program) -> str:
+def _key(program: Program) -> str:
     """Return the key of the package: a hash of code, settings, weight types, versions and device."""
-    own = [*module.named_parameters(), *module.named_buffers()]
-    cache = module.cache
+    own = [*program.named_parameters(), *program.named_buffers()]
+    cache = program.cache
     weights = [(name, each.shape, each.dtype, _compiled_in(each)) for name, each in own]
     shapes = cache.dtype, cache.shape, cache.states.slots
     # A GPU's package contains the number of the device.
     where = disk_keys.machine(cache.device), cache.device.index or 0
-    return disk_keys.key(disk_keys.code_of(module), module.identity(), weights, shapes, where)
+    return disk_keys.key(disk_keys.code_of(program), program.identity(), weights, shapes, where)

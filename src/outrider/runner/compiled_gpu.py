@@ -52,6 +52,6 @@ def load(program: Program, path: Path) -> Run:
         compiled = Path(folder) / "artifact"
         compiled.write_bytes(parts["artifact"].numpy().tobytes())
         run = CompiledArtifact.load(path=str(compiled))
-    tensors = parts["constants"] | program.tensors()
+    tensors = parts["constants"] | program.weights()
     weights = [tensors[name] for name in parts["names"]]
     return lambda inputs: run(*weights, *[each.contiguous() for each in inputs])

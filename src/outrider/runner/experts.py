@@ -57,7 +57,7 @@ class PackedExperts(nn.Module):
         return out.reshape(x.shape)
 
 
-def weights_of(module: nn.Module) -> tuple[str, str]:
+def weight_names(module: nn.Module) -> tuple[str, str]:
     """Return the names of the weights of a layer's experts; the first has the gate's rows, too, if there is one."""
     return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"), "down_proj"
 
@@ -66,7 +66,7 @@ def sizes_of(module: nn.Module) -> tuple[int, int, int] | None:
     """Return experts, inputs and N of a module that ``PackedExperts`` can replace; None for other modules."""
     if isinstance(module, StoredExperts):
         return module.sizes
-    up, down = (getattr(module, name, None) for name in weights_of(module))
+    up, down = (getattr(module, name, None) for name in weight_names(module))
     if not (isinstance(up, nn.Parameter) and isinstance(down, nn.Parameter) and up.dim() == 3 and _activation(module)):
         return None
     is_turned: Any = module.is_transposed
@@ -106,13 +106,13 @@ def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor] | No
         bias = getattr(module, f"{name}_bias", None)
         bias = None if bias is None else gates_first(bias, name)
         if name in given:
-            return ExpertLinears(torch.empty(num_experts * shape[0], shape[1], device="meta"), bias, packed=given[name])
+            return ExpertLinears(given[name], (num_experts * shape[0], shape[1]), bias)
         weight = getattr(module, name).detach()
-        layer = ExpertLinears(gates_first(weight.transpose(1, 2) if module.is_transposed else weight, name), bias, bits)
+        layer = ExpertLinears.of(gates_first(weight.transpose(1, 2) if module.is_transposed else weight, name), bias, bits)
         setattr(module, name, None)
         return layer
 
-    wide, narrow = weights_of(module)
+    wide, narrow = weight_names(module)
     up, down = packed(wide, ((1 + module.has_gate) * inner, inputs)), packed(narrow, (inputs, inner))
     return PackedExperts(up, down, num_experts, activation, module.has_gate)
 

@@ -27,8 +27,8 @@ class Program(nn.Module, ABC):
     num_layers: int
     cache: KVCache
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return its weights by name, each under all of its names."""
+    def weights(self) -> dict[str, Tensor]:
+        """Return its parameters and buffers by name, each under all of its names."""
         return {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
 
     @abstractmethod
@@ -81,19 +81,20 @@ class Pass(Program):
     after the first layer takes hidden states instead of tokens; one that ends before the head returns no logits.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, layers: tuple[int, ...], span: LayerSpan = WHOLE) -> None:
+    def __init__(self, model: PreTrainedModel, cache: KVCache, hidden: tuple[int, ...], span: LayerSpan = WHOLE) -> None:
+        """``hidden``: the hidden states to return, counted as in ``types.Scores``; ``span``: the layers to run."""
         super().__init__()
-        self.model, self.layers, self.span = spanned(model, span), layers, span
+        self.model, self.hidden, self.span = spanned(model, span), hidden, span
         self.cache, self.num_layers = cache, num_layers(text_config(model))
         self.label = f"the pass of {Path(str(model.name_or_path or type(model).__name__)).name}"
-        self._stack = [decoder_layers(self.model)] if layers else []
+        self._layers = [decoder_layers(self.model)] if hidden else []  # in a list: they are registered with the model
         self._keeps_logits = keeps_logits(self.model)
-        last = len(self._stack[0]) if layers else 0
-        if layers and not 0 <= min(layers) <= max(layers) <= last:
-            raise OutriderError(f"a model of {last} layers has the hidden states 0 to {last}, not all of {layers}")
+        last = len(self._layers[0]) if hidden else 0
+        if hidden and not 0 <= min(hidden) <= max(hidden) <= last:
+            raise OutriderError(f"a model of {last} layers has the hidden states 0 to {last}, not all of {hidden}")
 
     def identity(self) -> object:
-        return described(self.model), self.layers, self.span
+        return described(self.model), self.hidden, self.span
 
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         layout, shapes = example_layout(self.cache)
@@ -122,7 +123,7 @@ class Pass(Program):
     def _run(self, tokens: Tensor, layout: PassLayout, logits_at: Tensor | None = None) -> tuple[Tensor, ...]:
         """Run the model in one layout: logits (of all tokens without ``logits_at``) and hidden states."""
         captured: dict[int, Tensor] = {}
-        handles = [self._capture(layer, captured) for layer in self.layers]
+        handles = [self._capture(index, captured) for index in self.hidden]
         inputs = {"inputs_embeds" if self.span.start else "input_ids": tokens}
         inputs |= pass_arguments(self.model, self.cache, layout.positions, self.cache.shape.by_request)
         try:
@@ -138,12 +139,12 @@ class Pass(Program):
         finally:
             for handle in handles:
                 handle.remove()
-        if missing := [layer for layer in self.layers if layer not in captured]:  # cross-attention without an image
+        if missing := [index for index in self.hidden if index not in captured]:  # cross-attention without an image
             raise OutriderError(f"no hidden states before layers {missing}: the model skips these layers for text alone")
-        return (*out, *(captured[layer] for layer in self.layers))
+        return (*out, *(captured[index] for index in self.hidden))
 
     def _capture(self, index: int, captured: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
-        """Index as in transformers' ``hidden_states``: the input of layer ``index``, or the output of the final norm."""
+        """Store hidden state ``index`` of the next run: the input of that layer, for the last index the final norm's output."""
 
         def before(module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Tensor]) -> None:
             captured[index] = args[0] if args else options["hidden_states"]
@@ -151,6 +152,6 @@ class Pass(Program):
         def after(module: nn.Module, args: object, output: ModelOutput) -> None:
             captured[index] = output[0]
 
-        if index == len(self._stack[0]):
+        if index == len(self._layers[0]):
             return self.model.base_model.register_forward_hook(after)
-        return self._stack[0][index].register_forward_pre_hook(before, with_kwargs=True)
+        return self._layers[0][index].register_forward_pre_hook(before, with_kwargs=True)

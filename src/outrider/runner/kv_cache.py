@@ -61,6 +61,11 @@ class CacheShape:
         return cls(kinds, by_layer, states)
 
     @property
+    def is_recurrent(self) -> bool:
+        """Return whether some layers keep a recurrent state: drafts must form one chain, and padding would change the state."""
+        return bool(self.states.kinds)
+
+    @property
     def floats_per_token(self) -> int:
         """Return the numbers stored per committed token over all layers."""
         return sum(count * kind.num_kv_heads * (kind.key_dim + kind.value_dim) for kind, count in self.kinds)
@@ -73,7 +78,7 @@ class CacheShape:
 
 
 class PassThrough(Cache):
-    """transformers' cache interface without storage: ``update`` returns its input, or what attention stored of a request."""
+    """transformers' cache interface without storage: ``update`` returns what ``attention.update_cache`` does."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -81,14 +86,14 @@ class PassThrough(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        return attention.stored(layer_idx, key_states, value_states)
+        return attention.update_cache(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return [T]: position minus index of each token of the pass, which models add to the index; 0 outside of passes."""
         return attention.position_offsets()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length + attention.num_stored(), 0
+        return query_length + attention.num_earlier(), 0
 
     @property
     def is_compileable(self) -> bool:
@@ -98,12 +103,12 @@ class PassThrough(Cache):
     # which read the states themselves.
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        recurrence.enter(layer_idx, state_idx)
+        recurrence.set_next_state(layer_idx, state_idx)
 
     get_recurrent_state = get_conv_state
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
-        recurrence.enter(layer_idx, state_idx)
+        recurrence.set_next_state(layer_idx, state_idx)
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
@@ -124,7 +129,7 @@ class _Row:
     """A row in use: of a running request, or of a finished one until the row is needed."""
 
     owner: str
-    token_ids: Sequence[int] = ()  # its text, if rows are kept
+    token_ids: Sequence[int] = ()  # its sequence, if rows are kept
     is_running: bool = True
 
 
@@ -226,18 +231,18 @@ class KVCache(PassThrough):
 
     # -- common prefixes ------------------------------------------------------------------------------------------------------
 
-    def row_for(self, request_id: str, text: Sequence[int], limit: int | None = None) -> int:
+    def row_with_prefix(self, request_id: str, sequence: Sequence[int], limit: int | None = None) -> int:
         """Return the request's row; a new one starts with the longest cached prefix (see ``longest_prefix``)."""
         if not self.keeps_prefixes:
             return self.row(request_id)
         found = self._row_of.get(request_id)
         if found is None:
-            source, length = self.longest_prefix(request_id, text, limit)
-            self.num_looked_up += len(text)
+            source, length = self.longest_prefix(request_id, sequence, limit)
+            self.num_looked_up += len(sequence)
             self.num_reused += length
             found = self.row(request_id) if source is None else self._claim_row(request_id, source, length)
             self.cached_lens[found] = length
-        self._rows[found].token_ids = text
+        self._rows[found].token_ids = sequence
         return found
 
     def retire(self, request_ids: Sequence[str]) -> None:
@@ -250,20 +255,20 @@ class KVCache(PassThrough):
                 kept.token_ids, kept.is_running = list(kept.token_ids[: self.cached_lens[row] + self.lookahead]), False
         self.release(request_ids)
 
-    def longest_prefix(self, request_id: str, text: Sequence[int], limit: int | None = None) -> tuple[int | None, int]:
-        """Return the row of the request's owner with the longest cached prefix of ``text[:-1]``, and its length.
+    def longest_prefix(self, request_id: str, sequence: Sequence[int], limit: int | None = None) -> tuple[int | None, int]:
+        """Return the row of the request's owner with the longest cached prefix of ``sequence[:-1]``, and its length.
 
         (None, 0) if that is shorter than ``MIN_SHARED_PREFIX``. ``limit``: the longest to use.
         """
         ahead = self.lookahead
-        most_in_common = len(text) - 1 if limit is None else min(len(text) - 1, limit + ahead)
+        most_in_common = len(sequence) - 1 if limit is None else min(len(sequence) - 1, limit + ahead)
         owner = owner_of(request_id)
         held = [(row, each) for row, each in self._rows.items() if each.owner == owner]
         best, longest = None, MIN_SHARED_PREFIX - 1
         # Rows of finished requests first: a request can take one over, and needs a copy of a running one's.
         for row, each in sorted(held, key=lambda pair: pair[1].is_running):
             most = min(len(each.token_ids), self.cached_lens[row] + ahead, most_in_common)
-            length = _common_prefix(each.token_ids, text, longest + 1 + ahead, most) - ahead
+            length = _common_prefix(each.token_ids, sequence, longest + 1 + ahead, most) - ahead
             if length > longest and self.states.num_usable(row, length):
                 best, longest = row, length
         return best, longest if best is not None else 0
@@ -277,10 +282,10 @@ class KVCache(PassThrough):
                 self._row_of[request_id] = source
                 return source
         target = self.row(request_id)
-        self._copy(source, target, length)
+        self._copy_row(source, target, length)
         return target
 
-    def _copy(self, source: int, target: int, length: int) -> None:
+    def _copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of one row to another."""
         for store in self.stores:
             store[:, target, :, :length] = store[:, source, :, :length]
@@ -378,14 +383,14 @@ class KVCache(PassThrough):
 
     # -- commit -------------------------------------------------------------------------------------------------------------
 
-    def keep(self, row: int, first_slot: int, path: Sequence[int]) -> None:
+    def gather_path(self, row: int, first_slot: int, path: Sequence[int]) -> None:
         """Gather the accepted path of a tree, with node i in slot first_slot + i, to the slots from first_slot."""
         for depth, node in enumerate(path):  # a node's slot is not before its depth's, so none is overwritten before it is read
             if node != depth:
                 for store in self.stores:
                     store[:, row, :, first_slot + depth] = store[:, row, :, first_slot + node]
 
-    def copy(self, source_id: str, target_id: str, num_tokens: int) -> bool:
+    def copy_prefix(self, source_id: str, target_id: str, num_tokens: int) -> bool:
         """Copy the cached prefix of ``source_id`` to ``target_id``, if it is longer than its own.
 
         Return whether ``target_id`` holds ``num_tokens`` now.
@@ -394,7 +399,7 @@ class KVCache(PassThrough):
         if source is None or self.states.num_usable(source, used) <= self.cached_len(target_id):
             return self.cached_len(target_id) >= num_tokens
         target = self.row(target_id)
-        self._copy(source, target, used)
+        self._copy_row(source, target, used)
         self.cached_lens[target] = used
         return used >= num_tokens
 

@@ -50,7 +50,7 @@ class Layouts:
         self._cache, self._device = cache, cache.device
         self._numbers = torch.arange(0, device=self._device)
         self._masks: dict[tuple[int, int], Tensor] = {}
-        self.is_padded = self._device.type != "cpu" and not cache.shape.states.kinds  # a padding token would change the states
+        self.is_padded = self._device.type != "cpu" and not cache.shape.is_recurrent  # a padding token would change the states
 
     def chain(self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], least: int = 0) -> PassInput:
         """Return the pass that continues sequences at slots ``bases`` of ``rows``. ``least``: tokens each if padded."""
@@ -60,13 +60,13 @@ class Layouts:
             width = max(width, least)
             if STEP < width <= MAX_WIDTH:
                 width = -(-width // STEP) * STEP
-            tokens = [text + [0] * (width - length) for text, length in zip(tokens, lens, strict=True)]
+            tokens = [own + [0] * (width - length) for own, length in zip(tokens, lens, strict=True)]
             lens = [width] * batch
         ends = list(accumulate(lens))
         # Slices of one tensor: creating a tensor takes longer than all the rest here.
         numbers = [*bases, *rows, *ends]
-        for text in tokens:
-            numbers += text
+        for own in tokens:
+            numbers += own
         numbers += ranges(bases, lens)
         total = ends[-1]
         parts = torch.tensor(numbers, device=self._device).split((batch, batch, batch, total, total))
@@ -79,28 +79,28 @@ class Layouts:
         layout = self._cache.pass_layout((*inputs, *self._cache.tensors))
         return PassInput(ids[None], [0, *ends[:-1]], lens, layout)
 
-    def tree(self, chain: PassInput, proposal: Proposal, text_lens: list[int], bases: list[int]) -> PassInput:
-        """Return the pass with the proposal's tree after the first ``text_lens[b]`` tokens of each request."""
+    def tree(self, chain: PassInput, proposal: Proposal, pending_lens: list[int], bases: list[int]) -> PassInput:
+        """Return the pass with the proposal's tree after the first ``pending_lens[b]`` tokens of each request."""
         assert proposal.parents is not None
         layout = chain.layout
-        visible, positions = tree_mask_and_positions(proposal.parents, text_lens, layout.visible.shape[1])
+        visible, positions = tree_mask_and_positions(proposal.parents, pending_lens, layout.visible.shape[1])
         places = zip(positions, bases, chain.lens, strict=True)
         positions = torch.cat([each[:length] + base for each, base, length in places])
         positions = positions.clamp_(max=self._cache.max_len - 1)[None].to(self._device)
         return replace(chain, layout=replace(layout, positions=positions, visible=visible.to(self._device)))
 
     def score_input(
-        self, tokens: Sequence[list[int]], text_lens: list[int], proposal: Proposal, rows: list[int], bases: list[int]
+        self, tokens: Sequence[list[int]], pending_lens: list[int], proposal: Proposal, rows: list[int], bases: list[int]
     ) -> tuple[PassInput, Tensor, list[int]]:
-        """Return the pass that scores drafts: ``tokens[b]`` are ``text_lens[b]`` committed tokens, then the drafts.
+        """Return the pass that scores drafts: ``tokens[b]`` are ``pending_lens[b]`` uncached committed tokens, then the drafts.
 
-        Also return the rows of the pass with logits, those of each request's root and drafts, and their number by request.
+        Also return the indices of the tokens with logits, each request's root and drafts, and their number by request.
         """
         width = 1 + proposal.num_nodes
-        inputs = self.chain(tokens, rows, bases, least=max(text_lens) - 1 + width)
+        inputs = self.chain(tokens, rows, bases, least=max(pending_lens) - 1 + width)
         if proposal.is_tree:
-            inputs = self.tree(inputs, proposal, text_lens, bases)
-        roots = [start + length - 1 for start, length in zip(inputs.starts, text_lens, strict=True)]
+            inputs = self.tree(inputs, proposal, pending_lens, bases)
+        roots = [start + length - 1 for start, length in zip(inputs.starts, pending_lens, strict=True)]
         # Padding has logits only to limit the number of shapes.
         counts = [width if self.is_padded else 1 + num_drafts for num_drafts in proposal.lens.tolist()]
         return inputs, self.row_indices(roots, counts), counts
@@ -128,10 +128,10 @@ class Layouts:
         return self._masks[key]
 
 
-def tree_mask_and_positions(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+def tree_mask_and_positions(parents: Tensor, pending_lens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
     """Return the mask over the pass's tokens, bool [B, W, W], and positions relative to the first, int64 [B, W].
 
-    That is the topology-aware causal mask of SpecInfer (Miao et al. 2024). Row b has ``text_lens[b]`` committed tokens (a
+    That is the topology-aware causal mask of SpecInfer (Miao et al. 2024). Row b has ``pending_lens[b]`` committed tokens (a
     chain that ends in the root), then the nodes. Siblings share a position; padding after the nodes continues counting.
     """
     batch, nodes = parents.shape
@@ -140,10 +140,10 @@ def tree_mask_and_positions(parents: Tensor, text_lens: Sequence[int], width: in
     positions = torch.arange(width).repeat(batch, 1)
     sees = ancestor_matrix(parents)
     depths = sees.sum(-1)  # [B, N]: 1 for a child of the root
-    for b, text in enumerate(text_lens):
-        here, room = slice(text, text + nodes), width - text
+    for b, num_pending in enumerate(pending_lens):
+        here, room = slice(num_pending, num_pending + nodes), width - num_pending
         visible[b, here, here] = sees[b, :room, :room]
-        positions[b, here] = text - 1 + depths[b, :room]
+        positions[b, here] = num_pending - 1 + depths[b, :room]
     return visible, positions
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,32 +29,26 @@ class PackedLinear(nn.Module):
     bias: Tensor | None
     order: Tensor | None
 
-    def __init__(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, bits: int | None = None, packed: Tensor | None = None
-    ) -> None:
-        """``bits``: 8 or 4; None: the weight's own dtype. ``packed``: the packed weight; of ``weight`` only the shape is read.
-
-        Codes go into blocks with exactly their values. ``order`` int64 [inputs] is the input of each column, None where
-        they are in order.
-        """
+    def __init__(self, packed: Tensor, shape: Sequence[int], bias: Tensor | None = None, order: Tensor | None = None) -> None:
+        """``shape``: outputs and inputs, unpadded. ``order`` int64 [inputs]: the input of each column, None if in order."""
         super().__init__()
-        order = None
+        self.out_features, self.in_features = shape
+        self.register_buffer("order", order, persistent=False)
+        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
+
+    @classmethod
+    def of(cls, weight: Tensor | QuantizedWeight, bias: Tensor | None, bits: int | None = None) -> Self:
+        """Pack a weight. ``bits``: 8 or 4; None: in its own dtype. Codes of a checkpoint keep exactly their values."""
         if isinstance(weight, QuantizedWeight):
-            self.out_features, self.in_features = weight.codes.shape
             zeros = 1 << (weight.bits - 1) if weight.zeros is None else weight.zeros
             packed = blocks.pack_codes(
                 weight.codes, weight.bits, weight.scales, group=weight.group, zeros=zeros, kind=weight.kind
             )
-            order = weight.order
-        else:
-            self.out_features, self.in_features = weight.shape
-            if packed is None:
-                weight = weight.detach()
-                in_pairs = kernels.can_use_bfloat16_products(weight)
-                packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, in_pairs)
-        self.register_buffer("order", order, persistent=False)
-        self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
+            return cls(packed, weight.codes.shape, bias, weight.order)
+        weight = weight.detach()
+        in_pairs = kernels.can_use_bfloat16_products(weight)
+        return cls(blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, in_pairs), weight.shape, bias)
 
     @property
     def weight(self) -> Tensor:
@@ -196,8 +190,8 @@ class FusedLinears(Fused, PackedLinear):
         packed = torch.cat(parts, out=packed)
         del parts
         sizes = [layer.out_features for layer in layers]
-        super().__init__(torch.empty(sum(sizes), layers[0].in_features, device="meta"), bias, packed=packed)
-        self.sizes, self.order = sizes, layers[0].order
+        super().__init__(packed, (sum(sizes), layers[0].in_features), bias, layers[0].order)
+        self.sizes = sizes
 
 
 class FusedPlain(Fused, nn.Linear):
@@ -263,7 +257,7 @@ def activation_of(module: object) -> str | None:
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # transformers' names
 
 
-def fuse_siblings(model: PreTrainedModel) -> None:
+def fuse_siblings(model: nn.Module) -> None:
     """Fuse layers, packed or torch's, that transformers' models apply to one input, in place."""
     # Keeping references to the layers would keep their memory.
     for parent in [module for module in model.modules() if not isinstance(module, PackedLinear)]:

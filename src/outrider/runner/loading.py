@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from transformers.utils.generic import ModelOutput
 from outrider.errors import errors_as, first_line
 from outrider.files import expanded, not_a_model_folder, object_in
 from outrider.hub import fetch_configs, fetch_weights, is_cached_only, refuse_missing
-from outrider.memory import on_this_machine, require_memory, weight_bytes, weight_files
+from outrider.memory import require_memory
 from outrider.runner import attention, gguf, recurrence
 from outrider.runner.checkpoint_files import EXPERTS, check_config_file, check_sizes, check_weight_files, is_finite
 from outrider.runner.checkpoints import modelopt
@@ -38,6 +38,7 @@ from outrider.runner.checkpoints.stored import headers, without_quantization
 from outrider.runner.checkpoints.weight import Format
 from outrider.runner.config import torch_dtype
 from outrider.types import OutriderError, dtype_name
+from outrider.weight_files import on_this_machine, weight_bytes, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +74,14 @@ def bytes_in_memory(source: str | Path, growth: float, reader: Format | None, dt
     return reader.num_bytes(headers([str(file) for file in weight_files(source)]).values(), torch_dtype(dtype))
 
 
-def refuse_too_large(source: str | Path, growth: float, reader: Format | None, dtype: torch.dtype | str) -> None:
-    """Raise ``OutriderError`` if the weights in a local folder exceed the memory of this process; see ``bytes_in_memory``."""
+def fetch_fitting_weights(
+    source: str | Path, config: PreTrainedConfig, reader: Format | None, bits: int | None, dtype: torch.dtype | str
+) -> None:
+    """Download the weights of a hub id. Raises ``OutriderError``, if possible before that, if they exceed the memory."""
+    growth = growth_of(config, reader, bits, dtype)
+    fetch_weights(source, growth if reader is None else min(growth, 1.0))  # a reader's is only an upper bound
     try:
-        needed = bytes_in_memory(source, growth, reader, dtype)
+        needed = bytes_in_memory(source, growth, reader if bits is None else None, dtype)
     except OutriderError:  # broken files are reported when they are loaded
         return
     require_memory(needed, f"the weights in {source} take", "choose a smaller or a quantised checkpoint")
@@ -367,7 +372,7 @@ def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_re
     ``by_request``: the model creates its own masks, which are correct for a single request.
     """
     names = _parameters(type(model).forward)
-    name = _cache_argument(names)
+    name = cache_argument(model)
     takes_no_positions = name == "cache" and "position_ids" not in names
     if name == "cache_params" or (takes_no_positions and (model._is_stateful or "attention_mask" not in names)):
         # only recurrent layers, which would apply the mask
@@ -381,10 +386,7 @@ def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_re
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name of the argument of ``forward`` that takes the cache: transformers 5.24 renamed it to ``cache``."""
-    return _cache_argument(_parameters(type(model).forward))
-
-
-def _cache_argument(names: Collection[str]) -> str:
+    names = _parameters(type(model).forward)
     return next((name for name in ("past_key_values", "cache", "cache_params") if name in names), ANY_CACHE)
 
 

@@ -53,7 +53,7 @@ def with_fixed_frequencies(rotary: nn.Module, position: int) -> nn.Module:
     return own
 
 
-class LongTexts:
+class LongRows:
     """Records which cache rows hold sequences that exceed the model's original training window."""
 
     def __init__(self, window: int, num_rows: int, device: torch.device) -> None:
@@ -62,10 +62,10 @@ class LongTexts:
         # Two dimensions, because inductor inlines short one-dimensional tensors as constants.
         self.is_long = torch.zeros(num_rows, 1, dtype=torch.bool, device=device)
 
-    def update(self, rows: Sequence[int], texts: Sequence[Sequence[int]], cached_lens: list[int]) -> None:
+    def update(self, rows: Sequence[int], sequences: Sequence[Sequence[int]], cached_lens: list[int]) -> None:
         """Update the flags of some rows; a row whose flag changes loses its cached tokens, which have the other frequencies."""
-        for row, text in zip(rows, texts, strict=True):
-            if self._flags[row] != (len(text) > self.window):
+        for row, sequence in zip(rows, sequences, strict=True):
+            if self._flags[row] != (len(sequence) > self.window):
                 self._flags[row] = not self._flags[row]
                 self.is_long[row] = self._flags[row]
                 cached_lens[row] = 0
@@ -82,13 +82,13 @@ class LongTexts:
         self.is_long[target] = self._flags[source]
 
 
-def split_longrope(model: PreTrainedModel, max_len: int, num_rows: int) -> LongTexts | None:
+def split_longrope(model: PreTrainedModel, max_len: int, num_rows: int) -> LongRows | None:
     """Replace longrope embeddings in place, so that frequencies do not depend on other requests.
 
     Returns None if no sequence can exceed the original window. Raises ``OutriderError`` if one can and a module has frequencies
     for several types of layers.
     """
-    texts = None
+    long_rows = None
     for name, module in list(model.named_modules()):
         window = original_window(module)
         if window is None:
@@ -100,11 +100,11 @@ def split_longrope(model: PreTrainedModel, max_len: int, num_rows: int) -> LongT
                     f" lower max_len={max_len} to {window}"
                 )
             continue  # it chooses by the longest sequence, and none is longer
-        if max_len > window and texts is None:
-            texts = LongTexts(window, num_rows, model.device)
-        fixed = with_fixed_frequencies(module, 0) if texts is None else LongRope(module, window, texts.is_long)
+        if max_len > window and long_rows is None:
+            long_rows = LongRows(window, num_rows, model.device)
+        fixed = with_fixed_frequencies(module, 0) if long_rows is None else LongRope(module, window, long_rows.is_long)
         model.set_submodule(name, fixed)
-    return texts
+    return long_rows
 
 
 def original_window(module: Any) -> int | None:

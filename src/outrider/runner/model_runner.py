@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider import native
-from outrider.hub import fetch_weights
 from outrider.runner import experts, linear, loading, packing
 from outrider.runner.config import RunnerConfig, torch_device
 from outrider.runner.cost_book import CostBook
@@ -48,29 +47,29 @@ class ModelRunner:
     ) -> None:
         """``model``: prepared by ``load``; ``shape``: the cache entries of its layers."""
         self.model, self.config, self.device, self.name = model, config, device, name
-        text = loading.text_config(model)
-        self.vocab_size = int(text.vocab_size)
-        self.hidden_size = int(text.hidden_size)
-        self.num_layers = loading.num_layers(text)
-        window = loading.context_length(text) or 1 << 20
+        text_config = loading.text_config(model)
+        self.vocab_size = int(text_config.vocab_size)
+        self.hidden_size = int(text_config.hidden_size)
+        self.num_layers = loading.num_layers(text_config)
+        window = loading.context_length(text_config) or 1 << 20
         self.max_len = min(window, config.max_len or usual_window(model, window))
         self.max_batch = config.max_batch
         self.dtype = linear.arithmetic(model)
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
         self.cache = KVCache(shape, config.max_batch, self.max_len, self.dtype, device, budget, config.max_drafts)
-        self.max_drafts = config.max_drafts if shape.states.kinds else None  # of a request in one pass; None: any number
+        self.max_drafts = config.max_drafts if shape.is_recurrent else None  # of a request in one pass; None: any number
         # Recurrent states and models' own masks allow one path only.
-        self.supports_trees = not shape.states.kinds and not shape.by_request
+        self.supports_trees = not shape.is_recurrent and not shape.by_request
         self.max_len = self.cache.max_len  # lower if limited by memory
-        self._long_texts = split_longrope(model, self.max_len, config.max_batch)
-        self.cache.keeps_prefixes = config.prefix_cache and self._long_texts is None
-        if self._long_texts is not None:
-            self.cache.on_compact = self._long_texts.keep_rows
+        self._long_rows = split_longrope(model, self.max_len, config.max_batch)
+        self.cache.keeps_prefixes = config.prefix_cache and self._long_rows is None
+        if self._long_rows is not None:
+            self.cache.on_compact = self._long_rows.keep_rows
         self.layouts = Layouts(self.cache)
         self.costs = CostBook(self.layouts.is_padded)  # shared by all engines that it serves
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
         # Lengths that a sequence must not cross within a round, because it is then prefilled again with other frequencies.
-        self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.window,)
+        self.borders: tuple[int, ...] = () if self._long_rows is None else (self._long_rows.window,)
         self._round_hidden = RoundHidden(copies=self.layouts.is_padded)
         self._scored: tuple[tuple[str, ...], list[int], bool] | None = None  # until commit: requests, slots of roots, is a tree
         self.file: PackedFile | None = None  # in which weights that the caller rounds can be stored
@@ -91,29 +90,28 @@ class ModelRunner:
                 f"invalid model of type {type(model).__name__}: expected a folder, a hub id or a transformers PreTrainedModel"
             )
         device = torch_device(config.device)
-        wanted = loading.load_config(model, config.trust_remote_code)
-        kind = loading.model_class(wanted)
-        reader = choose_reader(str(model), wanted, kind, device)
+        model_config = loading.load_config(model, config.trust_remote_code)
+        model_class = loading.model_class(model_config)
+        reader = choose_reader(str(model), model_config, model_class, device)
         if config.weights is not None:
-            refuse_rounding(config.weights, device, wanted, kind, reader)
+            refuse_rounding(config.weights, device, model_config, model_class, reader)
         loading.check_device(device)
-        shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
-        stored = (form or config.bits) if shape is not None and native.serves(device) else None
-        if stored is not None and shape is not None:
-            file = PackedFile.of(model, stored, config.dtype)
-            packed = None if file is None else file.load(wanted, kind, shape.by_request)
+        # The survey refuses a model before gigabytes are read.
+        shape = None if model_class is None else survey_without_weights(model_config, model_class)
+        rounding = (form or config.bits) if shape is not None and native.serves(device) else None
+        if rounding is not None and shape is not None:
+            file = PackedFile.of(model, rounding, config.dtype)
+            packed = None if file is None else file.load(model_config, model_class, shape.by_request)
             if packed is not None:
                 return cls(packed, config, device, str(model), shape)._checked("eager", model)
-        growth = loading.growth_of(wanted, reader, config.bits, config.dtype) if device.type == "cpu" else 0.0
-        fetch_weights(model, growth if reader is None else min(growth, 1.0))  # a reader's is only an upper bound
-        if growth:
-            loading.refuse_too_large(model, growth, reader if config.bits is None else None, config.dtype)
-        loaded = loading.load_model(model, wanted, config.dtype, device, config.trust_remote_code, reader)
+        if device.type == "cpu":
+            loading.fetch_fitting_weights(model, model_config, reader, config.bits, config.dtype)
+        loaded = loading.load_model(model, model_config, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         linear.fuse_on_gpu(loaded)
-        runner = cls._ready(loaded, config, device, shape, model)
-        if stored is not None:
-            runner.file = PackedFile.of(model, stored, config.dtype)  # also for a hub id, whose files are downloaded by now
+        runner = cls._from_loaded(loaded, config, device, shape, model)
+        if rounding is not None:
+            runner.file = PackedFile.of(model, rounding, config.dtype)  # also for a hub id, whose files are downloaded by now
             if config.weights is not None and runner.file is not None:
                 runner.file.save(loaded)
         return runner
@@ -126,10 +124,10 @@ class ModelRunner:
         if config.weights is not None:
             refuse_rounding(config.weights, model.device, model.config, type(model))
         shape = survey_without_weights(model.config, type(model))
-        return cls._ready(linear.structural_copy(model), config, model.device, shape)
+        return cls._from_loaded(linear.structural_copy(model), config, model.device, shape)
 
     @classmethod
-    def _ready(
+    def _from_loaded(
         cls,
         model: PreTrainedModel,
         config: RunnerConfig,
@@ -159,7 +157,7 @@ class ModelRunner:
     def is_row_invariant(self) -> bool:
         """Whether a row of a pass has the same bits whatever the other rows are (docs/lossless.md)."""
         shape, is_eager = self.cache.shape, self.config.compile != "always"
-        has_gates = bool(shape.states.kinds) or experts.has_sigmoids(self.model)  # computed by torch's kernels in eager passes
+        has_gates = shape.is_recurrent or experts.has_sigmoids(self.model)  # computed by torch's kernels in eager passes
         return linear.has_row_invariant_layers(self.model) and not (shape.by_request or (has_gates and is_eager))
 
     # -- a round ------------------------------------------------------------------------------------------------------------
@@ -173,19 +171,20 @@ class ModelRunner:
         rows, pending = self.catch_up(context.request_ids, sequences, draft_slots=proposal.num_nodes, hidden=hidden)
         bases = [self.cache.cached_lens[row] for row in rows]
         drafts = [nodes[:n] for nodes, n in zip(proposal.token_ids.tolist(), proposal.lens.tolist(), strict=True)]
-        tokens = [text + nodes for text, nodes in zip(pending, drafts, strict=True)]
-        states, span = None, WHOLE
+        tokens = [committed + drafted for committed, drafted in zip(pending, drafts, strict=True)]
+        resumed, span = None, WHOLE
         if proposal.partial_pass is not None and not proposal.is_tree:
-            states, span = self._continued(proposal.partial_pass, context.request_ids, tokens, hidden)
-        text_lens = [len(text) for text in pending]
-        inputs, logits_at, counts = self.layouts.score_input(tokens, text_lens, proposal, rows, bases)
-        given = inputs.ids if states is None else inputs.join(states)
-        logits, found = self.passes.run(given, inputs.layout, hidden, logits_at, span)
-        roots = [base + length - 1 for base, length in zip(bases, text_lens, strict=True)]
+            resumed, span = self._after_partial_pass(proposal.partial_pass, context.request_ids, tokens, hidden)
+        pending_lens = list(map(len, pending))
+        inputs, logits_at, counts = self.layouts.score_input(tokens, pending_lens, proposal, rows, bases)
+        pass_input = inputs.ids if resumed is None else inputs.join(resumed)
+        logits, states = self.passes.run(pass_input, inputs.layout, hidden, logits_at, span)
+        roots = [base + length - 1 for base, length in zip(bases, pending_lens, strict=True)]
         self._scored = context.request_ids, roots, proposal.is_tree
-        read = self._round_hidden.whole(found, context.requests, inputs.starts, [len(text) for text in tokens]) if found else {}
+        lens = list(map(len, tokens))
+        reported = self._round_hidden.of_round(states, context.requests, inputs.starts, lens) if states else {}
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, 1 + proposal.num_nodes).float()
-        return Scores(logits, read, first_layer=span.start)
+        return Scores(logits, reported, first_layer=span.start)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Keep the accepted path of the last score; rejected drafts are overwritten by the next pass."""
@@ -195,14 +194,14 @@ class ModelRunner:
         for request_id, root, path in zip(request_ids, roots, verdict.paths, strict=True):
             row = self.cache.row(request_id)
             if is_tree:
-                self.cache.keep(row, root + 1, path)
+                self.cache.gather_path(row, root + 1, path)
             self.cache.cached_lens[row] = root + 1 + len(path)
         self._round_hidden.forget(request_ids)
         self._scored = None
 
     def prepare(self, hidden: tuple[int, ...] = ()) -> None:
         """Compile, or load, the whole pass that reports these hidden states, and the other passes in use."""
-        self.passes.runner_of(hidden)
+        self.passes.run_of(hidden)
         self.passes.compile_now()
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -219,13 +218,13 @@ class ModelRunner:
         """Reserve memory for a sequence of that length; return False if it does not fit."""
         return self.cache.admit(request_id, num_tokens)
 
-    def start(self, request_id: str, text: Sequence[int], limit: int | None = None) -> int:
+    def start(self, request_id: str, sequence: Sequence[int], limit: int | None = None) -> int:
         """Start a new request from the longest cached prefix, ``limit`` tokens at most. Return its length."""
-        return self.cache.cached_lens[self.cache.row_for(request_id, text, limit)]
+        return self.cache.cached_lens[self.cache.row_with_prefix(request_id, sequence, limit)]
 
-    def num_cached(self, request_id: str, text: Sequence[int]) -> int:
+    def num_cached(self, request_id: str, sequence: Sequence[int]) -> int:
         """Return the length of the longest cached prefix that a new request could start from."""
-        return self.cache.longest_prefix(request_id, text)[1]
+        return self.cache.longest_prefix(request_id, sequence)[1]
 
     @torch.inference_mode()
     def prefill(self, request_ids: Sequence[str], sequences: Sequences, hidden: tuple[int, ...] = ()) -> list[bool]:
@@ -234,7 +233,7 @@ class ModelRunner:
         Return for each whether the scoring pass can take the rest. Without padding a last chunk is left to the scoring pass,
         which saves a pass before the first token. ``hidden``: the hidden states that the score of these tokens will report.
         """
-        rows = self._rows(request_ids, sequences, bool(hidden))
+        rows = self._rows_to_extend(request_ids, sequences, bool(hidden))
         uncached = self._num_uncached(sequences, rows)
         counts = shared_chunk([count if count >= MIN_PREFILL else 0 for count in uncached], self.config.prefill_chunk)
         left = [most - count for most, count in zip(uncached, counts, strict=True)]
@@ -251,24 +250,24 @@ class ModelRunner:
 
         A sequence that was not started begins at token 0. If ``read`` raises, no token of the chunk counts as cached.
         """
-        rows = self._rows(request_ids, sequences, from_start=True)
+        rows = self._rows_to_extend(request_ids, sequences, from_start=True)
         counts = shared_chunk(self._num_uncached(sequences, rows), self.config.prefill_chunk)
         self._prefill_pass(request_ids, sequences, rows, counts, hidden, read)
 
     def is_prefilled(self, request_ids: Sequence[str], sequences: Sequences) -> list[bool]:
         """Return for each sequence whether at most a few of its tokens are uncached."""
         pairs = zip(request_ids, sequences, strict=True)
-        return [len(text) - 1 - self.cache.cached_len(request_id) < MIN_PREFILL for request_id, text in pairs]
+        return [len(sequence) - 1 - self.cache.cached_len(request_id) < MIN_PREFILL for request_id, sequence in pairs]
 
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> bool:
         """Copy another request's cached prefix to a new request, so that n samples share one prefill.
 
         Return False if the source does not hold the prefix (a recurrent state moves on): the new request must read it.
         """
-        if not self.cache.copy(source_id, new_id, num_tokens):
+        if not self.cache.copy_prefix(source_id, new_id, num_tokens):
             return False
-        if self._long_texts is not None:
-            self._long_texts.copy(self.cache.row(source_id), self.cache.row(new_id))
+        if self._long_rows is not None:
+            self._long_rows.copy(self.cache.row(source_id), self.cache.row(new_id))
         return True
 
     # -- without a proposal: draft models -------------------------------------------------------------------------------------
@@ -280,8 +279,8 @@ class ModelRunner:
         """
         rows, pending = self.catch_up(request_ids, sequences, draft_slots=0)
         logits, _ = self.feed(self.passes, pending, rows, [self.cache.cached_lens[row] for row in rows])
-        for row, text in zip(rows, sequences, strict=True):
-            self.cache.cached_lens[row] = len(text)
+        for row, sequence in zip(rows, sequences, strict=True):
+            self.cache.cached_lens[row] = len(sequence)
         return logits
 
     def rollout(
@@ -294,7 +293,7 @@ class ModelRunner:
         logits = self.extend(request_ids, sequences)
         rows = [self.cache.row(request_id) for request_id in request_ids]
         bases = [self.cache.cached_lens[row] for row in rows]
-        num_fed = sum(1 for _ in self.decode_steps(self.passes.runner_of(), rows, bases, logits, steps, next_token))
+        num_fed = sum(1 for _ in self.decode_steps(self.passes.run_of(), rows, bases, logits, steps, next_token))
         for row in rows:
             self.cache.cached_lens[row] += num_fed
         return None  # a separate model runs no part of the target's pass
@@ -307,15 +306,24 @@ class ModelRunner:
         hidden: tuple[int, ...] = (),
         to_last: bool = False,
     ) -> tuple[list[int], list[list[int]]]:
-        """Prefill uncached tokens beyond one pass, with ``to_last`` all except for the last token of each sequence.
+        """Prefill in chunks what the following pass cannot take, with ``to_last`` all except for the last token of each.
 
         Return the cache rows and the remaining tokens, at least the last one.
         """
-        rows, lens = self._rows(request_ids, sequences, bool(hidden)), self.cache.cached_lens
-        self._prefill(request_ids, sequences, rows, draft_slots, hidden)
+        longest = max(map(len, sequences))
+        if longest > self.max_len:
+            raise OutriderError(f"a sequence of {longest} tokens exceeds the context of {self.max_len}")
+        rows, lens = self._rows_to_extend(request_ids, sequences, bool(hidden)), self.cache.cached_lens
+        self.cache.reserve(longest + draft_slots + 1)
+        most = 0 if self.layouts.is_padded else self.config.prefill_chunk
+        uncached = self._num_uncached(sequences, rows)
+        while sum([count for count in uncached if count >= MIN_PREFILL]) > most:
+            counts = [min(count, self.config.prefill_chunk) for count in uncached]
+            self._prefill_pass(request_ids, sequences, rows, counts, hidden)
+            uncached = self._num_uncached(sequences, rows)
         if to_last:
             self._prefill_pass(request_ids, sequences, rows, self._num_uncached(sequences, rows), hidden)
-        return rows, [list(text[lens[row] :]) for text, row in zip(sequences, rows, strict=True)]
+        return rows, [list(sequence[lens[row] :]) for sequence, row in zip(sequences, rows, strict=True)]
 
     def feed(
         self,
@@ -323,7 +331,7 @@ class ModelRunner:
         pending: Sequence[list[int]],
         rows: list[int],
         slots: list[int],
-        layers: tuple[int, ...] = (),
+        hidden: tuple[int, ...] = (),
         span: LayerSpan = WHOLE,
     ) -> tuple[Tensor, dict[int, list[Tensor]]]:
         """Run one pass from ``slots``: logits after each last token [B, V] float32, and {hidden state: [n_b, H] each}.
@@ -331,13 +339,13 @@ class ModelRunner:
         Cached lengths do not change. Without the head the logits are empty.
         """
         inputs = self.layouts.chain(pending, rows, slots)
-        last = [start + len(text) - 1 for start, text in zip(inputs.starts, pending, strict=True)]
-        logits, hidden = passes.run(inputs.ids, inputs.layout, layers, self.layouts.row_indices(last, [1] * len(last)), span)
-        each = {
-            index: [states[start : start + len(text)] for start, text in zip(inputs.starts, pending, strict=True)]
-            for index, states in hidden.items()
+        last = [start + len(tokens) - 1 for start, tokens in zip(inputs.starts, pending, strict=True)]
+        logits, found = passes.run(inputs.ids, inputs.layout, hidden, self.layouts.row_indices(last, [1] * len(last)), span)
+        by_request = {
+            index: [states[start : start + len(tokens)] for start, tokens in zip(inputs.starts, pending, strict=True)]
+            for index, states in found.items()
         }
-        return logits.float(), each
+        return logits.float(), by_request
 
     def decode_steps(
         self, run: Run, rows: list[int], bases: list[int], logits: Tensor, steps: int, next_token: NextToken
@@ -372,13 +380,13 @@ class ModelRunner:
         if self.cache.cached_len(request_id) > num_tokens:
             self.cache.rollback(self.cache.row(request_id), num_tokens)
 
-    def _continued(
+    def _after_partial_pass(
         self, partial: PartialPass, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: tuple[int, ...]
     ) -> tuple[list[Tensor] | None, LayerSpan]:
-        """Return each request's hidden states [n_b, H] of uncached tokens after the partial pass, and the span that remains.
+        """Return each request's hidden states [n_b, H] of ``tokens`` after the partial pass, and the layers that remain.
 
-        Tokens that drafting did not process go through the first layers now. Returns None and the whole span if no partial
-        pass applies, or if a hidden state of a skipped layer is ``wanted``.
+        Tokens that drafting did not process go through the first layers now. Returns None and the whole span if drafting
+        processed none, or if a hidden state before the remaining layers is ``wanted``.
         """
         lens = [self.cache.cached_len(request_id) for request_id in request_ids]
         known = [partial.num_known(*each) for each in zip(request_ids, lens, tokens, strict=True)]
@@ -387,7 +395,7 @@ class ModelRunner:
         found = [
             [partial.hidden[request_id][:count]] if count else [] for request_id, count in zip(request_ids, known, strict=True)
         ]
-        short = [b for b, text in enumerate(tokens) if known[b] < len(text)]
+        short = [b for b, own in enumerate(tokens) if known[b] < len(own)]
         if short:
             parts, slots = [tokens[b][known[b] :] for b in short], [lens[b] + known[b] for b in short]
             rows = [self.cache.row(request_ids[b]) for b in short]
@@ -396,22 +404,6 @@ class ModelRunner:
             for b, states in zip(short, hidden[partial.depth], strict=True):
                 found[b].append(states)
         return [torch.cat(states) for states in found], LayerSpan(partial.depth)
-
-    def _prefill(
-        self, request_ids: Sequence[str], sequences: Sequences, rows: list[int], draft_slots: int, hidden: tuple[int, ...]
-    ) -> None:
-        """Prefill long uncached sequences in chunks, except for what the following pass can take."""
-        longest = max(len(text) for text in sequences)
-        if longest > self.max_len:
-            raise OutriderError(f"a sequence of {longest} tokens exceeds the context of {self.max_len}")
-        self.cache.reserve(longest + draft_slots + 1)
-        most = 0 if self.layouts.is_padded else self.config.prefill_chunk
-        while True:
-            uncached = self._num_uncached(sequences, rows)
-            if sum([count for count in uncached if count >= MIN_PREFILL]) <= most:
-                return
-            counts = [min(count, self.config.prefill_chunk) for count in uncached]
-            self._prefill_pass(request_ids, sequences, rows, counts, hidden)
 
     def _prefill_pass(
         self,
@@ -443,19 +435,21 @@ class ModelRunner:
     def _num_uncached(self, sequences: Sequences, rows: Sequence[int]) -> list[int]:
         """Return the number of uncached tokens before the last one of each sequence."""
         lens = self.cache.cached_lens
-        return [len(text) - 1 - lens[row] for text, row in zip(sequences, rows, strict=True)]
+        return [len(sequence) - 1 - lens[row] for sequence, row in zip(sequences, rows, strict=True)]
 
-    def _rows(self, request_ids: Sequence[str], sequences: Sequences, from_start: bool) -> list[int]:
-        """Return the requests' rows. With ``from_start`` one that was not started begins at token 0.
+    def _rows_to_extend(self, request_ids: Sequence[str], sequences: Sequences, from_start: bool) -> list[int]:
+        """Return the requests' rows, rolled back so that at least the last token of each sequence is uncached.
 
-        At least the last token of each is uncached; all tokens are, if a failed pass overwrote the recurrent state.
+        A new request starts from the longest cached prefix, with ``from_start`` at token 0. A row is emptied if a failed pass
+        overwrote its recurrent state, or if its sequence needs other rotary frequencies now.
         """
         limit = 0 if from_start else None
-        rows = [self.cache.row_for(request_id, text, limit) for request_id, text in zip(request_ids, sequences, strict=True)]
-        for row, text in zip(rows, sequences, strict=True):
-            self.cache.rollback(row, len(text) - 1)
-        if self._long_texts is not None:
-            self._long_texts.update(rows, sequences, self.cache.cached_lens)
+        pairs = zip(request_ids, sequences, strict=True)
+        rows = [self.cache.row_with_prefix(request_id, sequence, limit) for request_id, sequence in pairs]
+        for row, sequence in zip(rows, sequences, strict=True):
+            self.cache.rollback(row, len(sequence) - 1)
+        if self._long_rows is not None:
+            self._long_rows.update(rows, sequences, self.cache.cached_lens)
         return rows
 
     def measure_pass(

@@ -22,10 +22,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from outrider import disk_cache
 from outrider.errors import first_line, is_out_of_memory
 from outrider.files import expanded
-from outrider.memory import free_memory, on_this_machine, weight_files
+from outrider.memory import free_memory
 from outrider.runner import disk_keys, experts, huge_pages, kernels, linear, loading, packing
 from outrider.runner.survey import without_weights
 from outrider.types import OutriderError
+from outrider.weight_files import on_this_machine, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class PackedFile:
         except Exception as error:  # for example, a file of other code
             if is_out_of_memory(error):  # the file is good, and may be the only way to run the model
                 raise
-            logger.warning("%s does not fit the model (%s): rebuilding it", path, error)
+            logger.warning("%s does not fit the model (%s): rebuilding it", path, first_line(error))
             disk_cache.discard(KIND, self.key, SUFFIX)
             return None
         loading.read_generation_config(model, self.source)

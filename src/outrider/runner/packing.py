@@ -44,7 +44,7 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     """
     packed: dict[int, PackedLinear] = {}
     _pack_experts(model, bits)
-    kept = _multiplied(model)
+    multiplied = _multiplied(model)
     head = model.get_output_embeddings() if bits else None
     embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if is_plain_embedding(module)}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -57,12 +57,12 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
             make_invariant(module)
         elif activation := activation_of(module):
             model.set_submodule(name, Activation(activation))
-        if type(module) not in (nn.Linear, Conv1D) or id(module) in kept:
+        if type(module) not in (nn.Linear, Conv1D) or id(module) in multiplied:
             continue
         if id(module) not in packed:
             weight = module.weight if type(module) is nn.Linear else module.weight.T
             width = bits and layer_bits(weight.shape, bits, module is head)
-            layer = packed[id(module)] = PackedLinear(weight, module.bias, width)
+            layer = packed[id(module)] = PackedLinear.of(weight, module.bias, width)
             del weight
             tied = embeddings.pop(id(module.weight), None)
             if tied is not None:
@@ -91,10 +91,10 @@ def _stored(module: StoredLinear, bits: int | None, is_head: bool) -> PackedLine
     weight = module.read()
     if bits is None or isinstance(weight, QuantizedWeight):
         try:
-            return PackedLinear(weight, module.bias)
+            return PackedLinear.of(weight, module.bias)
         except OutriderError as error:  # values that blocks cannot hold
             raise OutriderError(f"{module.name}: {error}") from error
-    return PackedLinear(weight, module.bias, layer_bits(weight.shape, bits, is_head))
+    return PackedLinear.of(weight, module.bias, layer_bits(weight.shape, bits, is_head))
 
 
 def layer_bits(shape: Sequence[int], bits: int, is_head: bool) -> int:
@@ -106,12 +106,13 @@ def share_of_linear(model: PreTrainedModel) -> float:
     """Return the share of the language model's weights that ``pack_model`` rounds to 8 or 4 bits; works on the meta device."""
     parts = [part for part in (decoder_of(model), model.get_output_embeddings()) if part is not None]
     every = {id(parameter): parameter.numel() for part in parts for parameter in part.parameters()}
-    kept, table = _multiplied(model), model.get_input_embeddings()
+    multiplied, table = _multiplied(model), model.get_input_embeddings()
     rounded = {
         id(module.weight)
         for part in parts
         for module in part.modules()
-        if (type(module) in (nn.Linear, Conv1D) and id(module) not in kept) or (module is table and is_plain_embedding(module))
+        if (type(module) in (nn.Linear, Conv1D) and id(module) not in multiplied)
+        or (module is table and is_plain_embedding(module))
     }
     experts = [module for part in parts for module in part.modules() if sizes_of(module)]
     rounded |= {id(parameter) for module in experts for parameter in module.parameters()}

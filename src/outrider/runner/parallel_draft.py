@@ -58,11 +58,11 @@ class ParallelDraft(ModelRunner):
         rows, pending = self.catch_up(request_ids, sequences, draft_slots=steps)
         bases, masks = [self.cache.cached_lens[row] for row in rows], [self.mask_token] * (steps - 1)
         # Padded passes are captured once per width: the next round catches up with at most ``steps`` + 1 tokens.
-        inputs = self.layouts.chain([text + masks for text in pending], rows, bases, least=2 * steps)
-        last = [start + len(text) - 1 for start, text in zip(inputs.starts, pending, strict=True)]
+        inputs = self.layouts.chain([tokens + masks for tokens in pending], rows, bases, least=2 * steps)
+        last = [start + len(tokens) - 1 for start, tokens in zip(inputs.starts, pending, strict=True)]
         logits, _ = self.passes.run(inputs.ids, inputs.layout, (), self.layouts.row_indices(last, [steps] * len(rows)))
-        for row, text in zip(rows, sequences, strict=True):
-            self.cache.cached_lens[row] = len(text)
+        for row, sequence in zip(rows, sequences, strict=True):
+            self.cache.cached_lens[row] = len(sequence)
         by_step = logits.view(len(rows), steps, -1).float()
         for step in range(steps):
             if next_token(by_step[:, step : step + 1], step) is None:

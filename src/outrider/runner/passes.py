@@ -19,7 +19,7 @@ from outrider.runner.kv_cache import KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan
 from outrider.runner.linear import is_packed
 
-ProgramKey = tuple[tuple[int, ...], LayerSpan]  # (hidden states, layers)
+ProgramKey = tuple[tuple[int, ...], LayerSpan]  # (hidden states that it reports, layers that it runs)
 
 
 class ProgramRunner:
@@ -44,21 +44,21 @@ class ProgramRunner:
         self._make, self._on_compiled = make, on_compiled
         # A model that runs one request after another is not a single function of a pass's inputs.
         self._compile = "never" if cache.shape.by_request else compile
-        self._takes_graphs = cache.device.type == "cuda" and not cache.shape.states.kinds
+        self._takes_graphs = cache.device.type == "cuda" and not cache.shape.is_recurrent
         self._num_stores = len(cache.tensors)
         is_supported = is_packed(model) or (self._takes_graphs and compiled_gpu.suits(model))
         self._can_compile = is_supported and self._compile != "never"
         self._runs: dict[ProgramKey, Run] = {}
         self._compiled: set[ProgramKey] = set()
 
-    def runner_of(self, layers: tuple[int, ...] = (), span: LayerSpan = WHOLE) -> Run:
+    def run_of(self, hidden: tuple[int, ...] = (), span: LayerSpan = WHOLE) -> Run:
         """Return the function that runs a program; it takes a list of the program's inputs."""
-        key = (layers, span)
+        key = (hidden, span)
         if key not in self._runs:
-            module, build = self._make(key), self._compile == "always" or bool(self._runs)
-            compiled_run = compiled.load(module, build) if self._can_compile and self.is_compiled else None
+            program, build = self._make(key), self._compile == "always" or bool(self._runs)
+            compiled_run = compiled.load(program, build) if self._can_compile and self.is_compiled else None
             if compiled_run is None:
-                self._runs[key] = self._captured(lambda inputs: tuple(module(*inputs)))
+                self._runs[key] = self._captured(lambda inputs: tuple(program(*inputs)))
             else:
                 self._add_compiled({key: compiled_run})
         return self._runs[key]
@@ -106,12 +106,12 @@ class PassRunner(ProgramRunner):
 
     @torch.inference_mode()
     def run(
-        self, tokens: Tensor, layout: PassLayout, layers: tuple[int, ...], logits_at: Tensor, span: LayerSpan = WHOLE
+        self, tokens: Tensor, layout: PassLayout, hidden: tuple[int, ...], logits_at: Tensor, span: LayerSpan = WHOLE
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Map tokens [1, T] to logits [M, V] at ``logits_at`` [M], and {hidden state: [T, H]}.
+        """Map tokens [1, T] to logits [M, V] at ``logits_at`` [M], and {hidden state: [T, H]} for those in ``hidden``.
 
         A ``span`` that starts after layer 0 takes hidden states [1, T, H]; one without the head returns logits [0].
         """
-        out = self.runner_of(layers, span)([tokens, logits_at, *layout.tensors])
-        logits, hidden = (out[0][0], out[1:]) if span.head else (tokens.new_empty(0), out)
-        return logits, {layer: states[0] for layer, states in zip(layers, hidden, strict=True)}
+        out = self.run_of(hidden, span)([tokens, logits_at, *layout.tensors])
+        logits, states = (out[0][0], out[1:]) if span.head else (tokens.new_empty(0), out)
+        return logits, {index: each[0] for index, each in zip(hidden, states, strict=True)}

@@ -1,9 +1,7 @@
-"""Packed weights in 8 or 4 bits: half or a quarter of the bytes that a pass reads.
+"""Round a packed model's linear layers to 8 or 4 bits, in blocks (blocks.py): half or a quarter of the bytes that a pass reads.
 
-For low-bit drafting: a second form of a model, in blocks (see blocks.py). Everything except the linear layers is shared with
-the model. For draft models: their only form.
-
-For heads: their only form, in 8 bits.
+``quantized_copy`` makes a second form of a target, with which it drafts for itself; ``round_weights`` converts a draft model,
+and ``place_head`` a head, if 8 bits are wanted.
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ def quantized_copy(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     return own
 
 
-def round_weights(model: PreTrainedModel, bits: int) -> None:
+def round_weights(model: nn.Module, bits: int) -> None:
     """Round the linear layers of a packed model, its head included, to ``bits`` (8 or 4) bits, in place.
 
-    For draft models, which need not be exact. Layers with as many or fewer bits keep theirs.
+    For draft models and heads, which need not be exact. Layers with as many or fewer bits keep theirs.
     """
     for layer in packed_layers(model):
         if blocks.bits_of(layer.packed) > bits:
@@ -81,14 +79,7 @@ def place_head(head: nn.Module, model: PreTrainedModel, bits: int | None) -> tor
     if layers:
         pack_model(head)  # type: ignore[arg-type]  # only uses the modules
     if bits == 8:
-        make_8_bits(head)
+        if not layers:
+            raise OutriderError("8-bit heads need a CPU with Outrider's kernels: leave out bits=8")
+        round_weights(head, 8)
     return torch.float32 if layers else dtype
-
-
-def make_8_bits(head: nn.Module) -> None:
-    """Convert the packed layers of a head to 8 bits, in place. Raises ``OutriderError`` if there are none."""
-    layers = packed_layers(head)
-    if not layers:
-        raise OutriderError("8-bit heads need a CPU with Outrider's kernels: leave out bits=8")
-    for layer in layers:
-        layer.packed = blocks.repack(layer.packed, 8)

@@ -136,20 +136,20 @@ def reference_short_conv(  # noqa: PLR0913 - an operator's signature, shared wit
     return functional.silu(out) if silu else out
 
 
-_REQUESTS = "Tensor states, int layer, Tensor cache_rows, Tensor bases, Tensor ends"
+_WHERE = "Tensor states, int layer, Tensor cache_rows, Tensor bases, Tensor ends"
 _DELTA = "Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta"
 define(
-    f"short_conv(Tensor x, Tensor weight, Tensor? bias, bool silu, {_REQUESTS})",
+    f"short_conv(Tensor x, Tensor weight, Tensor? bias, bool silu, {_WHERE})",
     lambda x, *_: torch.empty_like(x),
     reference_short_conv,
 )
 define(
-    f"delta_scan({_DELTA}, {_REQUESTS}, float scale, bool normalize)",
+    f"delta_scan({_DELTA}, {_WHERE}, float scale, bool normalize)",
     lambda query, key, value, *_: torch.empty_like(value),
     reference_delta_scan,
 )
 define(
-    f"selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, {_REQUESTS})",
+    f"selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, {_WHERE})",
     lambda x, *_: torch.empty_like(x),
     reference_selective_scan,
 )
@@ -179,12 +179,13 @@ def active_states(state_of: StateOf, requests: Requests) -> Iterator[None]:
         _active.reset(token)
 
 
-def enter(layer: int, index: int) -> None:
+def set_next_state(layer: int, index: int) -> None:
     """Set the layer and state that the next function call uses; the cache calls this."""
     _layer.set((layer, index))
 
 
-def _requests(shape: tuple[int, ...], taps: int = 0) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
+def _state_and_requests(shape: tuple[int, ...], taps: int = 0) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
+    """Return arguments of an operator: the next state's store and index, and the pass's requests."""
     active = _active.get()
     assert active is not None
     state_of, requests = active
@@ -200,10 +201,8 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str 
     if activation not in (None, "silu", "swish"):
         raise NotImplementedError(f"a short convolution with activation {activation}")
     bias = None if bias is None else _float(bias)
-    requests = _requests((weight.shape[0],), taps=weight.shape[1])
-    out: Tensor = torch.ops.outrider.short_conv(
-        _float(x.transpose(1, 2)), _float(weight), bias, activation is not None, *requests
-    )
+    where = _state_and_requests((weight.shape[0],), taps=weight.shape[1])
+    out: Tensor = torch.ops.outrider.short_conv(_float(x.transpose(1, 2)), _float(weight), bias, activation is not None, *where)
     return out.transpose(1, 2).to(x.dtype)
 
 
@@ -213,9 +212,9 @@ def delta_rule(
     """``chunk_gated_delta_rule`` and ``chunk_kda``: query, key [1, T, Hk, D], value [1, T, H, Dv], g [1, T, H(, D)]."""
     heads, values, keys = value.shape[2], value.shape[3], key.shape[3]
     decay = g if g.dim() == 4 else g[..., None]
-    requests = _requests((heads, keys, values))
+    where = _state_and_requests((heads, keys, values))
     inputs = map(_float, (query, key, value, decay, beta))
-    out = torch.ops.outrider.delta_scan(*inputs, *requests, keys**-0.5, use_qk_l2norm_in_kernel)
+    out = torch.ops.outrider.delta_scan(*inputs, *where, keys**-0.5, use_qk_l2norm_in_kernel)
     return out.to(query.dtype), out.new_empty(0)
 
 
@@ -238,9 +237,9 @@ def mamba2(  # noqa: PLR0913 - transformers' signature
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
     x, heads = hidden_states.float(), hidden_states.shape[2]
-    requests = _requests((heads, B.shape[3], x.shape[3]))
+    where = _state_and_requests((heads, B.shape[3], x.shape[3]))
     inputs = map(_float, (C, B, x * dt[..., None], (dt * A)[..., None]))
-    out = torch.ops.outrider.delta_scan(*inputs, None, *requests, 1.0, False)
+    out = torch.ops.outrider.delta_scan(*inputs, None, *where, 1.0, False)
     out = out if D is None else out + x * D[:, None].float()
     return out, out.new_empty(0)
 
@@ -261,9 +260,9 @@ def mamba(  # noqa: PLR0913 - transformers' signature
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
     dt = functional.softplus(dt) if delta_softplus else dt
     x = hidden_states.float()
-    requests = _requests(tuple(A.shape))
+    where = _state_and_requests(tuple(A.shape))
     inputs = [_float(each) for each in (x.transpose(1, 2), dt.transpose(1, 2), A, B.transpose(1, 2), C.transpose(1, 2))]
-    out = torch.ops.outrider.selective_scan(*inputs, *requests).transpose(1, 2)
+    out = torch.ops.outrider.selective_scan(*inputs, *where).transpose(1, 2)
     out = out if D is None else out + x * D[:, None].float()
     out = out if z is None else out * functional.silu(z)
     return out.to(hidden_states.dtype), out.new_empty(0)

@@ -26,8 +26,7 @@ class HiddenRows(Sequence[Tensor]):
 
 
 class RoundHidden:
-    """Chunks by request and hidden state, in order. They are kept until a round is committed, because a failed score is
-    repeated."""
+    """Hidden states of prefilled tokens, in chunks, until their round is committed: a failed score is repeated with them."""
 
     def __init__(self, copies: bool) -> None:
         """``copies``: whether the next pass overwrites the outputs of this one, as captured graphs do."""
@@ -40,7 +39,7 @@ class RoundHidden:
             for request_id, start, length in zip(request_ids, starts, lens, strict=True):
                 self._chunks.setdefault((request_id, index), []).append(states[start : start + length])
 
-    def whole(
+    def of_round(
         self, hidden: Mapping[int, Tensor], requests: Sequence[Request], starts: Sequence[int], lens: Sequence[int]
     ) -> dict[int, HiddenRows]:
         """Return by hidden state each request's chunks, then its ``lens[b]`` rows of ``hidden`` from ``starts[b]``.

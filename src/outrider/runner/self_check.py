@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from outrider import disk_cache
 from outrider.errors import first_line
-from outrider.memory import weight_files
 from outrider.runner import attention, disk_keys
 from outrider.runner.blocks import exact_activations
 from outrider.runner.forward import described
@@ -31,6 +30,7 @@ from outrider.runner.linear import is_plain
 from outrider.runner.loading import num_experts, text_config
 from outrider.runner.passes import PassRunner
 from outrider.types import OutriderError
+from outrider.weight_files import weight_files
 
 logger = logging.getLogger(__name__)
 

@@ -31,55 +31,43 @@ class SelfDraft:
         self._runner, self._depth = runner, depth
         self.device, self.max_len, self.vocab_size = runner.device, runner.max_len, runner.vocab_size
         self.max_drafts = None  # no states are kept for drafts
-        self.drafts_ahead = runner.max_drafts is None  # recurrent layers: the target's states end at the committed tokens
+        self._is_recurrent = runner.cache.shape.is_recurrent
+        self.drafts_ahead = not self._is_recurrent  # the target's states end at the committed tokens
         self.passes = passes or runner.passes
-        self._layers = () if depth is None else (depth,)
+        self._hidden = () if depth is None else (depth,)
         self._span = LayerSpan(0, depth)
-        self._rows: list[int] = []
-        self._slots: list[int] = []  # of each request's first token that `extend` fed
-        self._fed: list[list[int]] = []
-        self._hidden: list[Tensor] = []  # [T_b, H] each, after the first layers
-
-    def extend(self, request_ids: Sequence[str], sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Return logits [B, V] float32 after the last token of each sequence.
-
-        Uncached tokens beyond one pass are first prefilled by the whole model.
-        """
-        runner = self._runner
-        # In recurrent layers drafting overwrites the older states, but scoring starts from one of them.
-        to_last = runner.max_drafts is not None
-        self._rows, self._fed = runner.catch_up(request_ids, sequences, draft_slots=0, to_last=to_last)
-        self._slots = [runner.cache.cached_lens[row] for row in self._rows]
-        logits, hidden = runner.feed(self.passes, self._fed, self._rows, self._slots, self._layers, self._span)
-        self._hidden = [] if self._depth is None else hidden[self._depth]
-        return logits
 
     def rollout(
         self, request_ids: Sequence[str], sequences: Sequence[Sequence[int]], steps: int, next_token: NextToken
     ) -> PartialPass | None:
         """Feed token after token after each sequence, as ``ModelRunner.rollout`` does.
 
-        Return the output of the first layers; None if a model with other weights drafts.
+        Uncached tokens beyond one pass are first prefilled by the whole model. Return the output of the first layers; None if a
+        model with other weights drafts.
         """
-        logits = self.extend(request_ids, sequences)
-        bases = [slot + len(fed) for slot, fed in zip(self._slots, self._fed, strict=True)]
-        run = self.passes.runner_of(self._layers, self._span)
-        rolling = self._runner.decode_steps(run, self._rows, bases, logits, steps, next_token)
+        runner = self._runner
+        # In recurrent layers drafting overwrites the older states, but scoring starts from one of them.
+        rows, pending = runner.catch_up(request_ids, sequences, draft_slots=0, to_last=self._is_recurrent)
+        slots = [runner.cache.cached_lens[row] for row in rows]
+        logits, hidden = runner.feed(self.passes, pending, rows, slots, self._hidden, self._span)
+        bases = [slot + len(fed) for slot, fed in zip(slots, pending, strict=True)]
+        run = self.passes.run_of(self._hidden, self._span)
+        rolling = runner.decode_steps(run, rows, bases, logits, steps, next_token)
         if self._depth is None:
             for _ in rolling:
                 pass
             return None
         # A copy with room for the steps: a captured graph overwrites its output.
-        states = [torch.cat((each, each.new_empty(steps - 1, each.shape[1]))) for each in self._hidden]
+        states = [torch.cat((each, each.new_empty(steps - 1, each.shape[1]))) for each in hidden[self._depth]]
         rolled = []
-        for step, (token_ids, hidden) in enumerate(rolling):
-            for each, fed, new in zip(states, self._fed, hidden[0], strict=True):
+        for step, (token_ids, after_layers) in enumerate(rolling):
+            for each, fed, new in zip(states, pending, after_layers[0], strict=True):
                 each[len(fed) + step] = new
             rolled.append(token_ids.clone())
-        drafted = torch.cat(rolled, 1).tolist() if rolled else [[]] * len(self._fed)
-        tokens = [fed + more for fed, more in zip(self._fed, drafted, strict=True)]
-        states = [each[: len(text)] for each, text in zip(states, tokens, strict=True)]
-        starts, by_request = zip(request_ids, self._slots, strict=True), zip(request_ids, states, strict=True)
+        drafted = torch.cat(rolled, 1).tolist() if rolled else [[]] * len(pending)
+        tokens = [fed + more for fed, more in zip(pending, drafted, strict=True)]
+        states = [each[: len(own)] for each, own in zip(states, tokens, strict=True)]
+        starts, by_request = zip(request_ids, slots, strict=True), zip(request_ids, states, strict=True)
         return PartialPass(self._depth, dict(starts), dict(zip(request_ids, tokens, strict=True)), dict(by_request))
 
     def prefill(self, request_ids: Sequence[str], sequences: Sequence[Sequence[int]]) -> list[bool]:
@@ -96,23 +84,23 @@ class SelfDraft:
 
     def prepare(self) -> None:
         """Compile or load the passes of drafting and of a score that starts after it."""
-        self.passes.runner_of(self._layers, self._span)
+        self.passes.run_of(self._hidden, self._span)
         if self._depth is not None:
-            self.passes.runner_of(self._layers, LayerSpan(0, self._depth, head=False))
-            self.passes.runner_of((), LayerSpan(self._depth))
+            self.passes.run_of(self._hidden, LayerSpan(0, self._depth, head=False))
+            self.passes.run_of((), LayerSpan(self._depth))
         self.passes.compile_now()
 
 
 @torch.inference_mode()
-def exit_logits(runner: ModelRunner, text: Sequence[int], depths: Sequence[int]) -> Iterator[Tensor]:
-    """Return the model's logits after each token of a text, then those of an exit after each of ``depths`` layers.
+def exit_logits(runner: ModelRunner, token_ids: Sequence[int], depths: Sequence[int]) -> Iterator[Tensor]:
+    """Return the model's logits after each token of a sequence, then those of an exit after each of ``depths`` layers.
 
     [T, V] float32 each, with the model's norm and head at every exit. Runs eagerly in a temporary cache row.
     """
     passes = PassRunner(runner.model, runner.cache, "never")
     with runner.cache.temporary_rows(1) as rows:
-        inputs = runner.layouts.chain([list(text)], rows, [0])
-        places = torch.arange(len(text), device=runner.device)
+        inputs = runner.layouts.chain([list(token_ids)], rows, [0])
+        places = torch.arange(len(token_ids), device=runner.device)
         logits, hidden = passes.run(inputs.ids, inputs.layout, tuple(depths), places)
         yield logits.float()
         for depth in depths:
@@ -125,11 +113,11 @@ def check_layers(runner: ModelRunner, depth: int) -> None:
     """Raise ``OutriderError`` unless the layers run in two parts give the whole model's output."""
     kind = type(runner.model).__name__
     passes = PassRunner(runner.model, runner.cache, "never")
-    text = [token % runner.vocab_size for token in (11, 7, 5, 3, 2)]
-    places = torch.arange(len(text), device=runner.device)
+    token_ids = [token % runner.vocab_size for token in (11, 7, 5, 3, 2)]
+    places = torch.arange(len(token_ids), device=runner.device)
     try:
         with runner.cache.temporary_rows(1) as rows:
-            inputs = runner.layouts.chain([text], rows, [0])
+            inputs = runner.layouts.chain([token_ids], rows, [0])
             whole, _ = passes.run(inputs.ids, inputs.layout, (), places)
             _, hidden = passes.run(inputs.ids, inputs.layout, (depth,), places, LayerSpan(0, depth, head=False))
             parts, _ = passes.run(hidden[depth][None], inputs.layout, (), places, LayerSpan(depth))

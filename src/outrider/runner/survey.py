@@ -7,8 +7,6 @@ which layers have attention, the number and size of their heads, and which layer
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,14 +43,15 @@ INSTEAD = "run it with transformers' generate, without speculation"
 
 
 @dataclass
-class _Seen:
+class _Recorder:
     """Records the calls of attention and recurrent layers in one forward pass."""
 
     device: torch.device | str = "cpu"
-    layers: dict[int, LayerShape] = field(default_factory=dict)
-    shared: dict[int, int] = field(default_factory=dict)
-    keys: dict[int, Tensor] = field(default_factory=dict)
+    layers: dict[int, LayerShape] = field(default_factory=dict)  # that store keys and values of their own
+    shared: dict[int, int] = field(default_factory=dict)  # layers that attend to another layer's keys, and that layer
+    keys: dict[int, Tensor] = field(default_factory=dict)  # of each of ``layers``, by which a sharing layer is recognised
     states: dict[StateKey, StateShape] = field(default_factory=dict)
+    ran: set[int] = field(default_factory=set)  # decoder layers that ran
 
     def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
         """Record the shape of a recurrent state; return a temporary store for one request."""
@@ -63,7 +62,7 @@ class _Seen:
 
 
 ONE_REQUEST = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.full((1,), NUM_TOKENS)
-_seen: ContextVar[_Seen] = ContextVar("seen")  # by the survey that this thread runs
+_recorder: ContextVar[_Recorder] = ContextVar("recorder")  # of the survey that this thread runs
 
 
 def survey(model: PreTrainedModel) -> CacheShape:
@@ -78,7 +77,7 @@ def survey(model: PreTrainedModel) -> CacheShape:
         return _survey_attention(model)
     except UnsupportedAttention:
         model.set_attn_implementation(own)
-        shape = _survey_stores(model)
+        shape = _survey_own_attention(model)
         if shape is None:
             raise
         return shape
@@ -86,31 +85,29 @@ def survey(model: PreTrainedModel) -> CacheShape:
 
 def _survey_attention(model: PreTrainedModel) -> CacheShape:
     """Survey by the calls of attention."""
-    name, seen = type(model).__name__, _Seen(model.device)
-    _seen.set(seen)
+    name, recorder = type(model).__name__, _Recorder(model.device)
+    _recorder.set(recorder)
     _refuse_own_caches(model)
     recurrence.bind(model)
     try:
         model.set_attn_implementation(NAME)
     except (ValueError, KeyError) as error:
-        raise UnsupportedAttention(_not_attending(name)) from error
-    ran: set[int] = set()
+        raise UnsupportedAttention(_own_attention_problem(name)) from error
     try:
-        with torch.inference_mode(), recurrence.active_states(seen.state, ONE_REQUEST), _noting_layers(model, ran):
-            model(**_inputs(model, PassThrough()))
+        _run(model, recorder, PassThrough())
     except OutriderError as error:
         raise type(error)(f"{model.config.model_type}: {error}; {INSTEAD}") from error
     except Exception as error:
-        if not seen.layers and not seen.states and not decoder_of(model)._can_set_attn_implementation():
-            raise UnsupportedAttention(_not_attending(name)) from error
+        if not recorder.layers and not recorder.states and not decoder_of(model)._can_set_attn_implementation():
+            raise UnsupportedAttention(_own_attention_problem(name)) from error
         if model.device.type == "meta" and "meta" in str(error):  # its shapes depend on values
             raise
         raise OutriderError(f"{name} fails on a short text: {first_line(error)}; {INSTEAD}") from error
-    known = {*seen.layers, *seen.shared, *(key.layer for key in seen.states)}
+    known = {*recorder.layers, *recorder.shared, *(key.layer for key in recorder.states)}
     kinds = getattr(text_config(model), "layer_types", None) or ()
-    if not ran <= known | {layer for layer, kind in enumerate(kinds) if kind in WITHOUT_CACHE}:
-        raise UnsupportedAttention(_not_attending(name))
-    return CacheShape.of(seen.layers, seen.shared, StateShapes(*grouped(seen.states)))
+    if not recorder.ran <= known | {layer for layer, kind in enumerate(kinds) if kind in WITHOUT_CACHE}:
+        raise UnsupportedAttention(_own_attention_problem(name))
+    return CacheShape.of(recorder.layers, recorder.shared, StateShapes(*grouped(recorder.states)))
 
 
 def _refuse_own_caches(model: PreTrainedModel) -> None:
@@ -124,53 +121,50 @@ def _refuse_own_caches(model: PreTrainedModel) -> None:
             raise OutriderError(f"{config.model_type}: its layers need their own cache ({kind}); {INSTEAD}")
 
 
-def _survey_stores(model: PreTrainedModel) -> CacheShape | None:
+def _survey_own_attention(model: PreTrainedModel) -> CacheShape | None:
     """Survey a model with its own attention code by the updates of its cache; None if that is not conclusive."""
-    cache, seen, ran = _Noting(), _Seen(model.device), set[int]()
+    cache, recorder = _RecordingCache(), _Recorder(model.device)
     try:
-        with torch.inference_mode(), recurrence.active_states(seen.state, ONE_REQUEST), _noting_layers(model, ran):
-            model(**_inputs(model, cache, by_request=True))
+        _run(model, recorder, cache, by_request=True)
     except Exception as error:
         if model.device.type == "meta" and "meta" in str(error):
             raise
         logger.debug("%s does not run one request after another", type(model).__name__, exc_info=True)
         return None
-    if seen.states or not cache.layers_seen or not ran <= cache.layers_seen.keys():
+    if recorder.states or not cache.shapes or not recorder.ran <= cache.shapes.keys():
         return None
-    return replace(CacheShape.of(cache.layers_seen), by_request=True)
+    return replace(CacheShape.of(cache.shapes), by_request=True)
 
 
-class _Noting(PassThrough):
+class _RecordingCache(PassThrough):
     """Cache that records the shapes that each layer stores."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers_seen: dict[int, LayerShape] = {}
+        self.shapes: dict[int, LayerShape] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        if layer_idx in self.layers_seen:
+        if layer_idx in self.shapes:
             raise OutriderError("a layer attends more than once")
-        self.layers_seen[layer_idx] = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3])
+        self.shapes[layer_idx] = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3])
         return key_states, value_states
 
 
-def _inputs(model: PreTrainedModel, past: PassThrough, by_request: bool = False) -> dict[str, Any]:
+def _run(model: PreTrainedModel, recorder: _Recorder, past: PassThrough, by_request: bool = False) -> None:
+    """Run a model on a few tokens, with its recurrent states and the layers that run recorded."""
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device=model.device)
-    inputs = {"input_ids": ids, **pass_arguments(model, past, ids, by_request)}
-    return {**inputs, "logits_to_keep": ids[0, :2]} if keeps_logits(model) and not by_request else inputs
-
-
-@contextmanager
-def _noting_layers(model: PreTrainedModel, ran: set[int]) -> Iterator[None]:
-    """Add the decoder layers that a forward pass runs to ``ran``."""
+    inputs: dict[str, Any] = {"input_ids": ids, **pass_arguments(model, past, ids, by_request)}
+    if keeps_logits(model) and not by_request:
+        inputs["logits_to_keep"] = ids[0, :2]
     handles = [
-        layer.register_forward_pre_hook(lambda *_, index=index: ran.add(index))
+        layer.register_forward_pre_hook(lambda *_, index=index: recorder.ran.add(index))
         for index, layer in enumerate(find_decoder_layers(model) or ())
     ]
     try:
-        yield
+        with torch.inference_mode(), recurrence.active_states(recorder.state, ONE_REQUEST):
+            model(**inputs)
     finally:
         for handle in handles:
             handle.remove()
@@ -206,7 +200,7 @@ def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheS
             return None
 
 
-def _not_attending(name: str) -> str:
+def _own_attention_problem(name: str) -> str:
     return (
         f"{name} does not attend by transformers' attention interface in every layer"
         f" (it has its own attention code, or a recurrent state): {INSTEAD}"
@@ -217,20 +211,20 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Replacement of attention that records the shapes that a layer stores."""
-    seen = _seen.get()
+    recorder = _recorder.get()
     layer: Any = getattr(module, "layer_idx", None)
     if layer is None:
         raise OutriderError(f"{type(module).__name__} has no layer index")
-    if layer in seen.layers or layer in seen.shared:
+    if layer in recorder.layers or layer in recorder.shared:
         raise UnsupportedAttention(
             f"{type(module).__name__} attends more than once in a layer, which Outrider's cache does not support"
         )
     attention.check(module, attention_mask, options)
-    source = next((other for other, known in seen.keys.items() if known is key), None)
+    source = next((other for other, known in recorder.keys.items() if known is key), None)
     if source is not None:
-        seen.shared[layer] = source
+        recorder.shared[layer] = source
     else:
-        seen.layers[layer], seen.keys[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3]), key
+        recorder.layers[layer], recorder.keys[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3]), key
     if query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1] or value.shape[1] != key.shape[1]:
         raise OutriderError(f"{type(module).__name__} has queries {list(query.shape)} that do not fit keys {list(key.shape)}")
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None

@@ -21,12 +21,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from outrider.errors import first_line, is_failure
 from outrider.files import object_in, read_object
 from outrider.hub import TOKENIZER, fetch_configs, refuse_missing
-from outrider.memory import on_this_machine
 from outrider.runner import gguf
 from outrider.runner.checkpoint_files import check_config_file
 from outrider.runner.gguf.tokenizer import SPACE
 from outrider.runner.loading import load_config, refuse_custom_code
 from outrider.types import OutriderError
+from outrider.weight_files import on_this_machine
 
 # Compared: the first in both folders.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")

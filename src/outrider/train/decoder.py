@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from outrider.errors import errors_as
-from outrider.heads.own_logits import with_forward
+from outrider.heads.postprocessing import with_forward
 from outrider.runner.loading import decoder_layers, text_config
 from outrider.types import OutriderError
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from outrider.errors import errors_as
 from outrider.heads.checkpoint import named_errors
-from outrider.memory import require_memory, weight_bytes
+from outrider.memory import require_memory
 from outrider.runner import gguf, loading
 from outrider.runner.checkpoints.formats import quantization_of
 from outrider.runner.config import torch_device
@@ -38,6 +38,7 @@ from outrider.train.runs import Workspace, checkpoint_dtype, finish, in_checkpoi
 from outrider.train.shapes import COPIES, FLOAT32
 from outrider.train.text import TextRows, check_continuation
 from outrider.types import OutriderError
+from outrider.weight_files import weight_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from outrider.heads.eagle import EagleHead, EagleShape
 from outrider.heads.feature_head import FeatureHead
 from outrider.heads.medusa import MedusaHeads, MedusaShape
 from outrider.heads.mtp import LayerTemplate, MtpHead
-from outrider.heads.own_logits import Postprocess, postprocess_of
+from outrider.heads.postprocessing import Postprocess, postprocess_of
 from outrider.memory import require_memory
 from outrider.memory import size as in_bytes
 from outrider.runner import ModelRunner, loading

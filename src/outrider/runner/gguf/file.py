@@ -19,12 +19,12 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
 from outrider.errors import errors_as, first_line, requires
-from outrider.memory import gguf_parts
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import EXPERT_TENSOR, FACTORS, Architecture, Array
 from outrider.runner.gguf.architectures import ARCHITECTURES
 from outrider.runner.gguf.configs import add_positions, check_router, required
 from outrider.types import OutriderError
+from outrider.weight_files import gguf_parts
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Entries of every architecture that do not affect a supported model, or only together with others.

@@ -8,10 +8,10 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 
 from outrider.files import expanded
-from outrider.memory import gguf_parts, weight_files
 from outrider.runner.gguf.architectures import ARCHITECTURES
 from outrider.runner.gguf.file import GgufFile
 from outrider.types import OutriderError
+from outrider.weight_files import gguf_parts, weight_files
 
 # The beginning of every file of llama.cpp: version, numbers of tensors and entries, and the first entry, a string.
 FIRST_ENTRY = re.compile(rb"GGUF.{20}\x14\0{7}general\.architecture\x08\0{3}(.{8})(.*)", re.DOTALL)

@@ -23,7 +23,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 from outrider import native
 from outrider.memory import require_memory
 from outrider.runner.config import torch_dtype
-from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weights_of
+from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weight_names
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import FACTORS, Array
 from outrider.runner.gguf.file import PLAIN, FileTensor, GgufFile, close_cached_files, tensors_by_parameter
@@ -104,10 +104,7 @@ def _load_blocks(
 
 def _joined(file: GgufFile, names: list[str], read: Callable[..., Tensor], order: Array | None) -> JoinedLinear:
     """Return a layer without a bias from the tensors of these names, which are of different types. Raises ``OutriderError``."""
-    parts = [
-        PackedLinear(torch.empty(file.tensors[name].shape, device="meta"), None, packed=_packed(file, [name], read, None))
-        for name in names
-    ]
+    parts = [PackedLinear(_packed(file, [name], read, None), file.tensors[name].shape) for name in names]
     return JoinedLinear(parts, None if order is None else torch.from_numpy(order))
 
 
@@ -138,9 +135,9 @@ def _set_packed(model: PreTrainedModel, layer: str, parameter: str, packed: Mapp
     if isinstance(module, nn.Embedding):
         _set(model, layer, PackedEmbedding(packed[parameter], module))
     elif isinstance(module, nn.Linear):
-        _set(model, layer, PackedLinear(module.weight, module.bias, packed=packed[parameter]))
+        _set(model, layer, PackedLinear(packed[parameter], module.weight.shape, module.bias))
     elif not isinstance(module, PackedExperts):  # otherwise both weights are placed already
-        given = {name: packed[f"{layer}.{name}"] for name in weights_of(module) if f"{layer}.{name}" in packed}
+        given = {name: packed[f"{layer}.{name}"] for name in weight_names(module) if f"{layer}.{name}" in packed}
         _set(model, layer, pack_experts(module, None, given))
 
 

@@ -1,4 +1,4 @@
-"""Embeddings and output heads stored with a head. Copies of the target's are dropped in favour of the target's own."""
+"""Embeddings and output heads in a head's checkpoint that are copies of the target's: the head uses the target's instead."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ SHARED = 0.02  # maximum relative distance of a stored copy from the target's ta
 SLICE = 4096
 
 
-def has_own_table(tensors: dict[str, Tensor], name: str, module: Any) -> bool:
-    """Return whether the head's table of this name differs from the target's; a copy is removed from ``tensors``.
+def drop_copied_table(tensors: dict[str, Tensor], name: str, module: Any) -> None:
+    """Remove the table of this name from a head's tensors if it is a copy of the weight of ``module``, which is the target's.
 
-    ``module``: the target's embedding or output head. A copy of a scaled embedding's weight (Gemma's) is the head's own table:
-    the head does not scale it.
+    A copy of a scaled embedding's weight (Gemma's) stays: the head does not scale it.
     """
-    if name not in tensors:
-        return False
-    if getattr(module, "embed_scale", None) is not None or not _is_copy(tensors[name], module):
-        return True
-    del tensors[name]
-    return False
+    is_scaled = getattr(module, "embed_scale", None) is not None
+    if name in tensors and not is_scaled and is_copy(tensors[name], module):
+        del tensors[name]
 
 
-def _is_copy(own: Tensor, module: Any) -> bool:
+def is_copy(own: Tensor, module: Any) -> bool:
     """Return whether a table [V, H] equals a module's weight up to rounding. Padding rows at their ends may differ."""
     distance = size = 0.0
     for mine, theirs in zip(own.split(SLICE), weight_slices(module, SLICE), strict=False):
