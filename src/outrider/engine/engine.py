@@ -138,16 +138,13 @@ class Engine:
 
     def _round(self, batch: Batch) -> list[Emission]:
         """Run one round. If the target fails, rerun it for each request alone, so that only those at fault are affected."""
-        k, requested = self._plan_drafts(batch)
-        if k:
-            batch = Batch(batch.entries, requested)
-            k = k if max(requested.limits) > 0 else 0
+        k, batch = self._plan_drafts(batch)
         try:
             result = run_round(batch, k, self._parts)
         except TargetError as failure:
             self._clock.take()  # the time of a failure is not that of a round
             return self._isolate(batch, k, failure)
-        return self._settle(batch, result, requested)
+        return self._settle(batch, result)
 
     def _recover(self, batch: Batch) -> None:
         """Drop the caches of a failed round's requests; those that have not finished are prefilled again."""
@@ -160,15 +157,16 @@ class Engine:
                 self._forget([entry.request.request_id])
         self._clock.take()
 
-    def _plan_drafts(self, batch: Batch) -> tuple[int, Context]:
-        """Return the largest K of this round and its context, limited to each request's K, with the proposer's cache filled."""
+    def _plan_drafts(self, batch: Batch) -> tuple[int, Batch]:
+        """Choose K and prefill new prompts with the proposer. Return the largest K, and the batch limited to each request's K."""
         if self._grammar_drafts is not None:
             self._grammar_drafts.find_tokens(batch.context)  # before K is applied, which does not limit them
         lengths = self._lengths(batch)
-        k, requested = max(lengths), batch.context
-        if lengths.count(k) < len(lengths):
-            requested = requested.limited(lengths)
-        return k, self._prefill_drafts(replace(requested, prices=self.policy.prices)) if k else requested
+        k = max(lengths)
+        if k == 0:
+            return 0, batch
+        context = self._prefill_drafts(replace(batch.context.limited(lengths), prices=self.policy.prices))
+        return k if max(context.limits) > 0 else 0, Batch(batch.entries, context)
 
     def _lengths(self, batch: Batch) -> list[int]:
         """Return K for each request: its own, or the policy's.
@@ -190,10 +188,7 @@ class Engine:
         return lengths
 
     def _isolate(self, batch: Batch, k: int, failure: TargetError) -> list[Emission]:
-        """Rerun a failed round for each request alone, and without its drafts if it fails again.
-
-        The policy does not observe these rounds, whose batch it did not see.
-        """
+        """Rerun a failed round for each request alone, and without its drafts if it fails again."""
         lens = failure.proposal.lens.tolist()
         emissions = []
         for b, entry in enumerate(batch.entries):
@@ -207,7 +202,7 @@ class Engine:
                 result, error = self._rerun(alone, k, Proposal.empty(1))
                 if result is not None:
                     self._stop_drafts(entry.request, on_drafts)
-            emissions += [self._fail(entry, error)] if result is None else self._settle(alone, result)
+            emissions += [self._fail(entry, error)] if result is None else self._settle(alone, result, is_rerun=True)
         return emissions
 
     def _rerun(self, batch: Batch, k: int, proposal: Proposal) -> tuple[RoundResult | None, BaseException | None]:
@@ -224,15 +219,15 @@ class Engine:
         if self._grammar_drafts is not None:
             self._grammar_drafts.stop(request)
 
-    def _settle(self, batch: Batch, result: RoundResult, requested: Context | None = None) -> list[Emission]:
-        """Record a round and return its emissions. ``requested``: the context with the requested K; None in reruns."""
+    def _settle(self, batch: Batch, result: RoundResult, is_rerun: bool = False) -> list[Emission]:
+        """Record a round and return its emissions. The policy does not observe a rerun: it chose K for the whole batch."""
         self._guard.keep_hidden(result)
         ended = [entry.request.request_id for entry in batch.entries if entry.finish_reason is not None]
         if ended:
             self._retire(ended)
         round_, origins = self._ledger.record(result, self._clock.take(), batch.is_prefill)
-        if requested is not None:
-            self.policy.observe(requested, round_)
+        if not is_rerun:
+            self.policy.observe(result.context, round_)
         emissions = [self._emission(entry, b, result, origins[b]) for b, entry in enumerate(batch.entries)]
         if round_.is_prefill:
             for entry in batch.entries:
@@ -331,7 +326,7 @@ class Engine:
         token_ids, limit = request.token_ids, None
         if self._hidden:
             num_draft_cached = self._guard.start(request)
-            if request.may_draft and request.num_draft_tokens is None:
+            if request.follows_policy:
                 num_recomputed = max(self.runner.num_cached(request.request_id, token_ids) - num_draft_cached, 0)
                 request.may_draft = self.policy.start(request, len(self.scheduler.running), num_draft_cached, num_recomputed)
             limit = num_draft_cached if request.may_draft else None
