@@ -66,22 +66,23 @@ class Engine:
             coupled=coupled,
             eos_token_ids=scheduler.eos_token_ids,
         )
-        self._hidden = proposer.needs_hidden
+        self._needs_hidden = proposer.needs_hidden
         self._clock = PhaseClock(runner.device)
         self._ledger = Ledger(runner.costs, drafts_with_model=not proposer.is_model_free)
-        # A lossy verifier also applies to deterministic rounds; a lossless one would give the same result more slowly.
-        deterministic = ExactMatchVerifier() if verifier.lossless else verifier
         supports_trees = runner.supports_trees and verifier.supports_trees
         self._guard = GuardedProposer(proposer, self._clock, runner.vocab_size, self._ledger.add_faults, supports_trees)
-        ahead = proposer.drafts_ahead and not self._hidden  # forced tokens have no hidden states before they are scored
-        drafter = GrammarDrafts(self._guard, drafts_ahead=ahead, max_drafts=runner.max_drafts)
-        self._grammar_drafts = drafter if grammar_drafts else None
+        self._grammar_drafts: GrammarDrafts | None = None
+        if grammar_drafts:
+            ahead = proposer.drafts_ahead and not self._needs_hidden  # forced tokens have no hidden states before scoring
+            self._grammar_drafts = GrammarDrafts(self._guard, drafts_ahead=ahead, max_drafts=runner.max_drafts)
         self._parts = Parts(
-            self._grammar_drafts or self._guard,
-            ClockedRunner(runner, self._clock),
-            scheduler,
-            (verifier, deterministic),
-            self._hidden,
+            proposer=self._grammar_drafts or self._guard,
+            runner=ClockedRunner(runner, self._clock),
+            scheduler=scheduler,
+            sampled_verifier=verifier,
+            # A lossy verifier also applies to deterministic rounds; a lossless one would give the same result more slowly.
+            deterministic_verifier=ExactMatchVerifier() if verifier.lossless else verifier,
+            needs_hidden=self._needs_hidden,
         )
 
     @property
@@ -180,7 +181,7 @@ class Engine:
         if self.runner.max_drafts is not None:
             lengths = [min(length, self.runner.max_drafts) for length in lengths]
         if batch.is_prefill:
-            if self._hidden:
+            if self._needs_hidden:
                 ready = [entry.state is State.DECODE for entry in batch.entries]
             else:
                 ready = self.runner.is_prefilled(batch.context.request_ids, [request.token_ids for request in requests])
@@ -278,7 +279,7 @@ class Engine:
         if unscored:
             self._score_prompts(unscored)
         ready = [entry for entry in entries if not entry.is_prompt_unscored]  # maybe since this chunk
-        are_prefilled = self.runner.prefill(*_sequences(ready), self._hidden)
+        are_prefilled = self.runner.prefill(*_sequences(ready), self._needs_hidden)
         for entry, is_prefilled in zip(ready, are_prefilled, strict=True):
             self.scheduler.move(entry, State.FIRST_ROUND if is_prefilled else State.PREFILL)
 
@@ -291,7 +292,7 @@ class Engine:
             del entry.prompt_logprobs[start:]  # of a pass that failed for another request
             entry.prompt_logprobs += token_logprobs(logits, list(range(len(logits))), token_ids, request.params.logprobs or 0)
 
-        self.runner.prefill_with_logits(*_sequences(entries), read, self._hidden)
+        self.runner.prefill_with_logits(*_sequences(entries), read, self._needs_hidden)
 
     def _prefill_drafts(self, context: Context) -> Context:
         """Prefill new prompts with the proposer. Returns the context with limit 0 for requests that it cannot draft for yet."""
@@ -324,7 +325,7 @@ class Engine:
     def _start(self, request: Request) -> None:
         """Start a new request from its longest cached prefix, cut where the proposer lacks hidden states."""
         token_ids, limit = request.token_ids, None
-        if self._hidden:
+        if self._needs_hidden:
             num_draft_cached = self._guard.start(request)
             if request.follows_policy:
                 num_recomputed = max(self.runner.num_cached(request.request_id, token_ids) - num_draft_cached, 0)
@@ -343,7 +344,7 @@ class Engine:
             request.may_draft = source.request.may_draft  # hidden states of the prompt are kept for both or for neither
         if not self._guard.fork(entry.fork_of, request):
             return
-        if self._hidden:  # the source may have started from a cached prefix, whose hidden states are not known here
+        if self._needs_hidden:  # the source may have started from a cached prefix, whose hidden states are not known here
             self._guard.start(request)
         # The last prompt token is scored again, for this sample's first token.
         if self.runner.fork(entry.fork_of, request.request_id, request.num_prompt_tokens - 1):
