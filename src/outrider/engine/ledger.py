@@ -79,11 +79,10 @@ class Ledger:
             is_prefill=is_prefill,
         )
         for request, num_drafts, origins in zip(result.context.requests, round_.num_drafts, emitted, strict=True):
-            num_accepted, num_corrected = origins.count("accepted"), origins.count("corrected")
+            num_accepted, num_grammar = origins.count("accepted"), origins.count("grammar")
+            num_reached = num_accepted + origins.count("corrected")
             for stats in (self.stats_of(request.request_id), self.total):
-                stats.add_counts(
-                    num_drafts, num_accepted + num_corrected, num_accepted, len(origins), origins.count("grammar")
-                )
+                stats.add_counts(num_drafts, num_reached, num_accepted, len(origins), num_grammar)
         self._record_times(result, round_)
         return round_, emitted
 
