@@ -96,13 +96,13 @@ class Penalties:
         other._counted = [(b, counted.continued(requests[b]) if b in requests else counted) for b, counted in self._counted]
         return other
 
-    def apply_(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
-        """Apply penalties to the first ``counts[b]`` rows of logits [B, M, V], in place."""
+    def apply_(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, widths: Sequence[int]) -> None:
+        """Apply penalties to the first ``widths[b]`` rows of logits [B, M, V], in place."""
         if start + logits.shape[1] - 1 > (0 if drafts is None else drafts.shape[1]):
             raise ValueError("penalties need the drafts before each row of logits")
         for b, counted in self._counted:
             counted.update()
-            width = counts[b]
+            width = widths[b]
             num_drafts = start + width - 1  # of the last row; later ones may be padding
             token_ids = counted.ids[:0] if drafts is None else drafts[b, :num_drafts]
             if parents is None:
