@@ -153,7 +153,7 @@ class CrossTokenizerMethod(DraftModelMethod):
 
     def build(self, setting: Setting) -> CrossTokenizerProposer:
         """Load the draft. Raises ``OutriderError`` if it or one of the tokenizers is missing."""
-        setting = setting.of(self)
+        setting = setting.with_draft_of(self)
         options = setting.config(DraftOptions)
         tokenizer = draft_tokenizer(setting)
         for whose, found in (("target", setting.tokenizer), ("draft", tokenizer)):

@@ -196,7 +196,7 @@ class DraftModelMethod(MethodSpec):
 
     def build(self, setting: Setting) -> DraftModelProposer:
         """Load the draft. Raises ``OutriderError`` if there is none or the vocabularies differ."""
-        setting = setting.of(self)
+        setting = setting.with_draft_of(self)
         options = setting.config(DraftOptions)
         tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is not None and tokenizer is not None:
@@ -242,7 +242,7 @@ class DraftModelMethod(MethodSpec):
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check vocabulary, context and size from the draft's config and tokenizer."""
-        setting = setting.of(self)
+        setting = setting.with_draft_of(self)
         options = setting.config(DraftOptions)
         config = _config_of(setting.draft, setting.target.config.trust_remote_code)
         yield from self.examine_vocabulary(setting, text_config(config))
