@@ -52,17 +52,18 @@ def choose(batch: TrackedBatch, costs: RoundCosts, before: list[int], lengths: S
 
 def _allocation(batch: TrackedBatch, costs: RoundCosts, longest: int) -> Allocation:
     """Return what drafts up to ``longest`` gain and take."""
-    expected, gains, made, catch_up = [OPTIMISTIC_RATE] * longest, [], [], []
+    expected, gains, made_rates, catch_up = [OPTIMISTIC_RATE] * longest, [], [], []
     for b, (track, request) in enumerate(zip(batch.tracks, batch.requests, strict=True)):
         own, limit = request.num_draft_tokens if request.may_draft else 0, batch.context.limits[b]
         gains.append(track.gains(expected, longest if own is None else own))  # at most its own K
-        made.append(track.made_rates(longest))
+        made_rates.append(track.made_rates(longest))
         catch_up.append(batch.costs.catch_up(batch.num_unseen(b)) / min(PREFILL_HORIZON, 1 + limit))
-    # The mean draft is shorter than requested where the proposer stops early, and takes less time and rows.
-    lasting = [sum(chances) / len(made) for chances in zip(*[accumulate([1.0, *each[1:]], mul) for each in made], strict=True)]
-    rows, depths = [*map(mul, rows_by_depth(batch.num_nodes, longest), lasting)], [*accumulate(lasting, initial=0.0)]
-    grammar_rate = sum([track.grammar_rate for track in batch.tracks]) / len(made)
-    return Allocation(gains, [each[0] for each in made], rows, catch_up, costs, grammar_rate, depths)
+    # A proposer that stops early takes less time and fewer rows: the mean share of its drafts that get to each depth.
+    shares_by_request = [accumulate([1.0, *rates[1:]], mul) for rates in made_rates]
+    shares = [sum(each) / len(made_rates) for each in zip(*shares_by_request, strict=True)]
+    rows, depths = [*map(mul, rows_by_depth(batch.num_nodes, longest), shares)], [*accumulate(shares, initial=0.0)]
+    grammar_rate = sum([track.grammar_rate for track in batch.tracks]) / len(batch.tracks)
+    return Allocation(gains, [rates[0] for rates in made_rates], rows, catch_up, costs, grammar_rate, depths)
 
 
 def _best(batch: TrackedBatch, allocation: Allocation, lengths: Sequence[int]) -> tuple[float, list[int]]:
@@ -84,12 +85,12 @@ def _prices(allocation: Allocation, speed: float, k: int) -> DraftPrices:
     return DraftPrices(speed * step, speed * max(widening, 0.0) / (batch * depth))
 
 
-def candidates(longest_so_far: int, max_k: int) -> list[int]:
+def candidate_lengths(longest_so_far: int, max_k: int) -> list[int]:
     """Return the lengths above 0 that may be requested now, in ascending order: up to about twice the longest draft so far."""
     return sorted({k for k in (*LENGTHS, max_k) if k <= min(2 * longest_so_far + 1, max_k)})
 
 
-def best_alike(
+def best_common_k(
     gains: list[float], batch: int, costs: RoundCosts, num_nodes: Callable[[int], int], lengths: Sequence[int]
 ) -> tuple[float, int]:
     """Return the best speed, and its K, of a batch of requests with the same ``gains`` whose drafts are all made."""
