@@ -11,7 +11,6 @@ from operator import mul
 from typing import NamedTuple
 
 from outrider.runner.cost_book import RoundCosts
-from outrider.tune.acceptance import OPTIMISTIC_RATE
 from outrider.tune.sharing import Allocation
 from outrider.tune.track import TrackedBatch, rows_by_depth
 from outrider.types import DraftPrices
@@ -52,10 +51,10 @@ def choose(batch: TrackedBatch, costs: RoundCosts, before: list[int], lengths: S
 
 def _allocation(batch: TrackedBatch, costs: RoundCosts, longest: int) -> Allocation:
     """Return what drafts up to ``longest`` gain and take."""
-    expected, gains, made_rates, catch_up = [OPTIMISTIC_RATE] * longest, [], [], []
+    gains, made_rates, catch_up = [], [], []  # per request
     for b, (track, request) in enumerate(zip(batch.tracks, batch.requests, strict=True)):
         own, limit = request.num_draft_tokens if request.may_draft else 0, batch.context.limits[b]
-        gains.append(track.gains(expected, longest if own is None else own))  # at most its own K
+        gains.append(track.gains(longest, longest if own is None else own))
         made_rates.append(track.made_rates(longest))
         catch_up.append(batch.costs.catch_up(batch.num_unseen(b)) / min(PREFILL_HORIZON, 1 + limit))
     # A proposer that stops early takes less time and fewer rows: the mean share of its drafts that get to each depth.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from outrider.runner.cost_book import CostBook, MethodCosts
-from outrider.tune.acceptance import OPTIMISTIC_RATE, Acceptance
+from outrider.tune.acceptance import Acceptance
 from outrider.tune.choice import Choice, best_common_k, candidate_lengths, choose
 from outrider.tune.probes import Budget, Probes
 from outrider.tune.track import DECAY, IDLE_DECAY, Track, TrackedBatch
@@ -97,7 +97,7 @@ class DraftLengthPolicy:
         if costs is None:
             return True
         lengths = candidate_lengths(self._longest_so_far, self.max_k)
-        gains = self._track(request).gains([OPTIMISTIC_RATE] * lengths[-1], lengths[-1])
+        gains = self._track(request).gains(lengths[-1], lengths[-1])
         speed, _ = best_common_k(gains, batch, costs, self._num_nodes, lengths)
         return speed > batch / costs.plain
 

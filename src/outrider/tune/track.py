@@ -28,13 +28,12 @@ class Track:
     num_proposed: float = 0.0  # the proposer's drafts
     num_unforced: float = 0.0  # those of them that a grammar does not force
 
-    def gains(self, expected: Sequence[float], most: int) -> list[float]:
+    def gains(self, longest: int, most: int) -> list[float]:
         """Return, per depth, the probability that a draft there is accepted, given that the proposer makes a first one.
 
-        ``expected``: acceptance by depth of a request without counts. ``most``: depth beyond which the probability is 0. Drafts
-        that a grammar forces gain nothing: depths and values are scaled by the share of the others.
+        It is 0 beyond ``most``. Drafts that a grammar forces gain nothing: depths and values are scaled by the share of others.
         """
-        gains = list(accumulate(self.shared.request_rates(self.own, expected), mul))
+        gains = list(accumulate(self.shared.request_rates(self.own, longest), mul))
         share = self.num_unforced / self.num_proposed if self.num_proposed else 1.0
         return [share * gains[int(share * depth)] if depth < most else 0.0 for depth in range(len(gains))]
 
