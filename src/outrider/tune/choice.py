@@ -53,8 +53,8 @@ def _allocation(batch: TrackedBatch, costs: RoundCosts, longest: int) -> Allocat
     """Return what drafts up to ``longest`` gain and take."""
     gains, made_rates, catch_up = [], [], []  # per request
     for b, (track, request) in enumerate(zip(batch.tracks, batch.requests, strict=True)):
-        own, limit = request.num_draft_tokens if request.may_draft else 0, batch.context.limits[b]
-        gains.append(track.gains(longest, longest if own is None else own))
+        own_k, limit = request.num_draft_tokens if request.may_draft else 0, batch.context.limits[b]
+        gains.append(track.gains(longest, longest if own_k is None else own_k))
         made_rates.append(track.made_rates(longest))
         catch_up.append(batch.costs.catch_up(batch.num_unseen(b)) / min(PREFILL_HORIZON, 1 + limit))
     # A proposer that stops early takes less time and fewer rows: the mean share of its drafts that get to each depth.
