@@ -123,14 +123,14 @@ class GrammarDrafts:
         self._guessers: OrderedDict[str, TokenGuesser] = OrderedDict()  # by owner, the one that was active last at the end
         self._stopped: set[str] = set()  # requests without these drafts
         self._rows: dict[str, _Row] = {}  # by request id, for requests with a grammar
-        self._view: Context | None = None  # context of the inner drafter, if it differs from the round's
+        self._ahead: Context | None = None  # of this round, with forced tokens as if they were committed; None without any
 
     def find_tokens(self, context: Context) -> None:
         """Find the forced and guessed tokens of a round. ``context.limits``: maximum number of drafts per request.
 
         A request that asked for no drafts gets none, nor does one that is stopped or at a dead end.
         """
-        self._rows, self._view = {}, None
+        self._rows, self._ahead = {}, None
         for request, limit in zip(context.requests, context.limits, strict=True):
             is_stopped = request.num_draft_tokens == 0 or request.request_id in self._stopped
             if request.matcher is not None and not is_stopped and limit > 0:
@@ -142,7 +142,7 @@ class GrammarDrafts:
         """Return the tokens that ``find_tokens`` found, at most k drafts of the inner drafter, and the grammar's after them."""
         if not self._rows:
             return self._inner.propose(context, k)
-        proposal = self._inner.propose(self._seen_ahead(context, k), k)
+        proposal = self._inner.propose(self._inner_context(context, k), k)
         self._extend(context, proposal)
         rows = [self._rows.get(request_id) for request_id in context.request_ids]
         return _joined(rows, proposal) if any(row is not None and row.has_any for row in rows) else proposal
@@ -152,9 +152,9 @@ class GrammarDrafts:
         self._learn(context, verdict)
         if any(row.before or row.after for row in self._rows.values()):
             verdict = self._verdict_on_inner_drafts(context, verdict)
-        if self._view is not None:
-            rows = {request_id: b for b, request_id in enumerate(self._view.request_ids)}
-            context = self._view.take([rows[request_id] for request_id in context.request_ids])
+        if self._ahead is not None:
+            rows = {request_id: b for b, request_id in enumerate(self._ahead.request_ids)}
+            context = self._ahead.take([rows[request_id] for request_id in context.request_ids])
         self._inner.commit(context, verdict)
 
     def stop(self, request: Request) -> None:
@@ -167,7 +167,7 @@ class GrammarDrafts:
         for request_id in request_ids:
             self._rows.pop(request_id, None)
         if not self._rows:
-            self._view = None
+            self._ahead = None
 
     def _guesser(self, request: Request) -> TokenGuesser:
         """Return the guesser of the request's owner."""
@@ -179,9 +179,9 @@ class GrammarDrafts:
         self._guessers.move_to_end(owner)
         return self._guessers[owner]
 
-    def _seen_ahead(self, context: Context, k: int) -> Context:
+    def _inner_context(self, context: Context, k: int) -> Context:
         """Return the inner drafter's context: requests with forced tokens as if those were committed, or without drafts."""
-        limits, ahead = list(context.limits), {}
+        limits, ahead = list(context.limits), {}  # ahead: by row, the requests with forced tokens
         for b, request in enumerate(context.requests):
             row = self._rows.get(request.request_id)
             if row is None:
@@ -189,13 +189,13 @@ class GrammarDrafts:
             self._choose_prefix(row, min(k, limits[b]))
             limits[b] = self._inner_limit(row, limits[b])
             if row.before and k > 0 and limits[b] > 0:
-                ahead[b] = _ahead(request, row.before)
-        seen = replace(context, limits=tuple(limits))
+                ahead[b] = _with_committed(request, row.before)
+        context = replace(context, limits=tuple(limits))
         if not ahead:
-            return seen
+            return context
         requests = tuple([ahead.get(b, request) for b, request in enumerate(context.requests)])
-        self._view = replace(seen, requests=requests, sampler=context.sampler.continued(ahead))
-        return self._view
+        self._ahead = replace(context, requests=requests, sampler=context.sampler.continued(ahead))
+        return self._ahead
 
     def _choose_prefix(self, row: _Row, wanted: int) -> None:
         """Choose the tokens before the inner drafter's drafts, if it is asked for ``wanted`` of them."""
@@ -264,11 +264,11 @@ class _MatcherAhead:
         return self.inner.allowed(output[: self.num_committed], [*output[self.num_committed :], *path])
 
 
-def _ahead(request: Request, run: Sequence[int]) -> Request:
+def _with_committed(request: Request, token_ids: Sequence[int]) -> Request:
     """Return the request as it is once these tokens are committed."""
     assert request.matcher is not None
     matcher = _MatcherAhead(request.matcher, request.num_output_tokens)
-    return replace(request, token_ids=[*request.token_ids, *run], matcher=matcher)
+    return replace(request, token_ids=[*request.token_ids, *token_ids], matcher=matcher)
 
 
 def forced_and_guessed_tokens(request: Request, path: Sequence[int], most: int, guesser: TokenGuesser) -> tuple[list[int], int]:
