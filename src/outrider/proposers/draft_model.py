@@ -44,7 +44,7 @@ MAX_16_BIT_BYTES = 64 << 20  # bytes of weights: larger drafts are read from mem
 
 
 class _Clamped(Sequence[int]):
-    """View of a text with ids of at most ``last``: only what is read is converted, not the whole text in each round."""
+    """View of a sequence with ids of at most ``last``: only what is read is converted, not all tokens in each round."""
 
     def __init__(self, token_ids: list[int], last: int) -> None:
         self._token_ids, self._last = token_ids, last
@@ -118,7 +118,7 @@ class DraftModelProposer(Proposer):
         }
 
     def _clamped(self, token_ids: list[int]) -> Sequence[int]:
-        """Return a text in the draft's ids: its last token for those that it lacks, such as added special tokens."""
+        """Return a sequence in the draft's ids: the draft's last token for those that it lacks, such as added special tokens."""
         return token_ids if self._draft_size >= self._vocab_size else _Clamped(token_ids, self._draft_size - 1)
 
     def to_target_vocab(self, logits: Tensor) -> Tensor:

@@ -131,9 +131,8 @@ class HeadProposer(TreeProposer):
         requests = [context.requests[b] for b in rows]
         tokens, features = [], []
         for b, request in zip(rows, requests, strict=True):
-            text = request.token_ids[self.head.cache.cached_len(request.request_id) + 1 :]
-            tokens.append(text)
-            features.append(newest([context.hidden[index][b] for index in self.needs_hidden], len(text)))
+            tokens.append(request.token_ids[self.head.cache.cached_len(request.request_id) + 1 :])
+            features.append(newest([context.hidden[index][b] for index in self.needs_hidden], len(tokens[-1])))
         return self.head.extend([request.request_id for request in requests], tokens, features)
 
     def prepare(self) -> None:

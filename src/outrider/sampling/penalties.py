@@ -38,15 +38,15 @@ class _Counted:
 
     def update(self) -> None:
         """Count the tokens that were committed since the last call."""
-        text, first = self.request.token_ids, self.num_tokens
-        if first == len(text):
+        first, self.num_tokens = self.num_tokens, len(self.request.token_ids)
+        if first == self.num_tokens:
             return
-        self.num_tokens = len(text)
-        fresh = torch.tensor(text[first:], device=self.seen.device)
+        new_ids = self.request.token_ids[first:]
+        fresh = torch.tensor(new_ids, device=self.seen.device)
         self.seen[fresh] = 1.0
         output = fresh[max(self.request.num_prompt_tokens - first, 0) :]
         self.counts.index_add_(0, output, torch.ones_like(output, dtype=self.counts.dtype))
-        added = set(text[first:]) - self.known
+        added = set(new_ids) - self.known
         self.known |= added
         self.ids = torch.cat((self.ids, torch.tensor(list(added), dtype=torch.long, device=self.ids.device)))
 
