@@ -175,11 +175,11 @@ class Engine:
         K is 0 for a request whose prompt is prefilled in this round, because drafts would delay its first token, and in its
         first round if the proposer needs hidden states, because there are none yet.
         """
-        requests = batch.context.requests
-        pairs = zip(self.policy.next_lengths(batch.context), [request.num_draft_tokens for request in requests], strict=True)
-        lengths = [min(k if own is None else own, self.proposer.max_drafts) for k, own in pairs]
+        requests, most = batch.context.requests, self.proposer.max_drafts
         if self.runner.max_drafts is not None:
-            lengths = [min(length, self.runner.max_drafts) for length in lengths]
+            most = min(most, self.runner.max_drafts)
+        chosen = zip(requests, self.policy.next_lengths(batch.context), strict=True)
+        lengths = [min(k if request.num_draft_tokens is None else request.num_draft_tokens, most) for request, k in chosen]
         if batch.is_prefill:
             if self._needs_hidden:
                 ready = [entry.state is State.DECODE for entry in batch.entries]

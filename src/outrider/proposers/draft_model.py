@@ -118,7 +118,7 @@ class DraftModelProposer(Proposer):
         }
 
     def _clamped(self, token_ids: list[int]) -> Sequence[int]:
-        """Return a sequence in the draft's ids: the draft's last token for those that it lacks, such as added special tokens."""
+        """Return a sequence in the draft's ids; tokens that it lacks, such as added special ones, become its last token."""
         return token_ids if self._draft_size >= self._vocab_size else _Clamped(token_ids, self._draft_size - 1)
 
     def to_target_vocab(self, logits: Tensor) -> Tensor:
