@@ -52,7 +52,7 @@ class Acceptance:
             for i in range(min(depth, len(counts))):
                 counts[i] += self.unit
 
-    def compare(self, own: Acceptance, is_accepted: bool) -> None:
+    def learn_alike(self, own: Acceptance, is_accepted: bool) -> None:
         """Learn from a request's first draft how much requests differ: whether its own counts predict it better with a light
         or with a heavy prior of these shared counts.
         """

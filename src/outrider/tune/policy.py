@@ -249,7 +249,7 @@ class DraftLengthPolicy:
             if round_.proposed_depths[b] and not num_drafts:  # all forced: they say nothing of its other drafts
                 continue
             if num_drafts:
-                track.shared.compare(track.own, num_accepted > 0)
+                track.shared.learn_alike(track.own, num_accepted > 0)
                 track.own.fade(DECAY)
                 track.shared.fade(SHARED_DECAY)
             # How long the proposer's drafts are is not known where a grammar forces some of them.
