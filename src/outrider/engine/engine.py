@@ -296,15 +296,10 @@ class Engine:
 
     def _prefill_drafts(self, context: Context) -> Context:
         """Prefill new prompts with the proposer. Returns the context with limit 0 for requests that it cannot draft for yet."""
-        drafting = [request for request, limit in zip(context.requests, context.limits, strict=True) if limit > 0]
-        if not drafting:
-            return context
-        ready = self._guard.prefill(drafting)
-        if all(ready):
-            return context
-        can_draft = {request.request_id for request, is_ready in zip(drafting, ready, strict=True) if is_ready}
-        pairs = zip(context.request_ids, context.limits, strict=True)
-        return context.limited([limit if request_id in can_draft else 0 for request_id, limit in pairs])
+        drafting = [b for b, limit in enumerate(context.limits) if limit > 0]
+        ready = self._guard.prefill([context.requests[b] for b in drafting])
+        waiting = {b for b, is_ready in zip(drafting, ready, strict=True) if not is_ready}
+        return context.limited([0 if b in waiting else limit for b, limit in enumerate(context.limits)]) if waiting else context
 
     # --- request lifecycle --------------------------------------------------------------------------------------------------
 

@@ -306,9 +306,7 @@ def _only_token(allowed: Tensor | None) -> int | None:
 def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
     """Return the proposal with a grammar's drafts as chains of point masses before and after each request's own ones."""
     own: list[int] = proposal.lens.tolist()
-    before = [[] if row is None else row.before for row in rows]
-    after = [[] if row is None else row.after for row in rows]
-    lens = [len(run) + n + len(tail) for run, n, tail in zip(before, own, after, strict=True)]
+    lens = [n if row is None else len(row.drafts) for row, n in zip(rows, own, strict=True)]
     batch, width = len(rows), max(lens)
     token_ids = proposal.token_ids.new_zeros(batch, width)
     is_grammar, is_proposed = torch.zeros(2, batch, width, dtype=torch.bool)
@@ -317,22 +315,18 @@ def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
         probs = proposal.probs.new_zeros(batch, width, proposal.probs.shape[2])
     if proposal.parents is not None:
         parents = proposal.parents.new_full((batch, width), -1)
-    for b, (run, n, tail) in enumerate(zip(before, own, after, strict=True)):
-        first, stop = len(run), len(run) + n
-        for start, tokens in ((0, run), (stop, tail)):
-            places = slice(start, start + len(tokens))
-            token_ids[b, places], is_grammar[b, places] = token_ids.new_tensor(tokens), True
-            if probs is not None:
-                probs[b, torch.arange(start, start + len(tokens)), token_ids[b, places]] = 1.0
-            if parents is not None:
-                parents[b, places] = torch.arange(start - 1, start - 1 + len(tokens))
-        row, is_proposed[b, first:stop] = rows[b], True
+    for b, (row, n, length) in enumerate(zip(rows, own, lens, strict=True)):
+        first = 0 if row is None else len(row.before)
+        inner = slice(first, first + n)  # of the request's own drafts
         if row is not None:
-            is_grammar[b, first:stop] = torch.tensor(row.own, dtype=torch.bool)
-        token_ids[b, first:stop] = proposal.token_ids[b, :n]
+            token_ids[b, :length] = token_ids.new_tensor(row.drafts)
+            is_grammar[b, :length] = torch.tensor([True] * first + row.own + [True] * len(row.after), dtype=torch.bool)
+        token_ids[b, inner], is_proposed[b, inner] = proposal.token_ids[b, :n], True
         if probs is not None and proposal.probs is not None:
-            probs[b, first:stop] = proposal.probs[b, :n]
+            probs[b, torch.arange(length), token_ids[b, :length]] = 1.0
+            probs[b, inner] = proposal.probs[b, :n]
         if parents is not None and proposal.parents is not None:
-            parents[b, first:stop] = proposal.parents[b, :n] + first  # the root is the last token before
+            parents[b, :length] = torch.arange(-1, length - 1)
+            parents[b, inner] = proposal.parents[b, :n] + first  # the root is the last token before
     joined = replace(proposal, token_ids=token_ids, lens=torch.tensor(lens), probs=probs, parents=parents)
     return replace(joined, is_grammar=is_grammar, is_proposed=is_proposed)

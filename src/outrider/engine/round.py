@@ -82,14 +82,10 @@ def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> Roun
         raise TargetError(proposal) from error
     parts.runner.commit(context, verdict)  # the KV cache keeps the accepted path
     parts.proposer.commit(context, verdict)
-
-    decided = zip(batch.entries, decided_tokens(proposal, verdict), strict=True)
-    emitted = [parts.scheduler.commit(entry, tokens) for entry, tokens in decided]
-    return RoundResult(context, k, proposal, scores, verdict, [ids for ids, _ in emitted], [text for _, text in emitted])
-
-
-def decided_tokens(proposal: Proposal, verdict: Verdict) -> list[list[int]]:
-    """Return the tokens that a round adds to each request: its accepted drafts, then the verifier's token."""
+    result = RoundResult(context, k, proposal, scores, verdict, token_ids=[], texts=[])
     drafts = proposal.token_ids.tolist()
-    decided = zip(verdict.paths, verdict.next_tokens, strict=True)
-    return [[*(drafts[b][node] for node in path), token] for b, (path, token) in enumerate(decided)]
+    for entry, row, path, next_token in zip(batch.entries, drafts, verdict.paths, verdict.next_tokens, strict=True):
+        kept, text = parts.scheduler.commit(entry, [*(row[node] for node in path), next_token])
+        result.token_ids.append(kept)
+        result.texts.append(text)
+    return result
