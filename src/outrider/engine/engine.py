@@ -159,7 +159,7 @@ class Engine:
         self._clock.take()
 
     def _plan_drafts(self, batch: Batch) -> tuple[int, Batch]:
-        """Choose K and prefill new prompts with the proposer. Return the largest K, and the batch limited to each request's K."""
+        """Choose K and prefill the proposer. Return the largest K, and the batch with each request's K as its limit."""
         if self._grammar_drafts is not None:
             self._grammar_drafts.find_tokens(batch.context)  # before K is applied, which does not limit them
         lengths = self._lengths(batch)
@@ -319,7 +319,7 @@ class Engine:
 
     def _start(self, request: Request) -> None:
         """Start a new request from its longest cached prefix, cut where the proposer lacks hidden states."""
-        token_ids, limit = request.token_ids, None
+        token_ids, limit = request.token_ids, None  # maximum length of the prefix
         if self._needs_hidden:
             num_draft_cached = self._guard.start(request)
             if request.follows_policy:
