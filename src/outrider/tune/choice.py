@@ -37,16 +37,16 @@ def choose(batch: TrackedBatch, costs: RoundCosts, before: list[int], lengths: S
     ``is_optimistic``: drafting stops only if it would not pay at the optimistic costs of later rounds either.
     """
     allocation = _allocation(batch, costs, lengths[-1])
-    plain = len(before) / costs.plain
+    plain_speed = len(before) / costs.plain
     speed, lens = _best(batch, allocation, lengths)
-    may_pay = is_optimistic and replace(allocation, costs=costs.at_best).best_uniform(lengths)[0] > HYSTERESIS * plain
-    kept = allocation.speed(before) if any(before) else plain
-    if max(speed, plain) < HYSTERESIS * kept and (any(before) or not may_pay):
-        speed, lens = kept, before
-    if speed <= plain and not may_pay:
+    may_pay = is_optimistic and replace(allocation, costs=costs.at_best).best_uniform(lengths)[0] > HYSTERESIS * plain_speed
+    kept_speed = allocation.speed(before) if any(before) else plain_speed
+    if max(speed, plain_speed) < HYSTERESIS * kept_speed and (any(before) or not may_pay):
+        speed, lens = kept_speed, before
+    if speed <= plain_speed and not may_pay:
         lens = [0] * len(before)
-    speed = max(speed, plain)
-    return Choice(lens, speed / plain, _prices(allocation, speed, max(lens)))
+    speed = max(speed, plain_speed)
+    return Choice(lens, speed / plain_speed, _prices(allocation, speed, max(lens)))
 
 
 def _allocation(batch: TrackedBatch, costs: RoundCosts, longest: int) -> Allocation:
