@@ -180,7 +180,7 @@ class Context:
 
     def take(self, rows: Sequence[int]) -> Context:
         """Return the context of these requests, in this order."""
-        if len(rows) == len(self.requests):
+        if list(rows) == list(range(len(self.requests))):
             return self
         hidden = {index: [states[b] for b in rows] for index, states in self.hidden.items()}
         requests, limits = tuple([self.requests[b] for b in rows]), tuple([self.limits[b] for b in rows])
@@ -243,9 +243,9 @@ class Proposal:
 
     def take(self, rows: Sequence[int]) -> Proposal:
         """Return the drafts of these requests, in this order."""
-        if len(rows) == len(self.lens):
-            return self
         index = list(rows)
+        if index == list(range(len(self.lens))):
+            return self
         return self._with(lambda values: values[index], self.lens[index])
 
     def narrow(self, lens: Sequence[int]) -> Proposal:
