@@ -58,6 +58,7 @@ def test_rows_are_taken_in_the_given_order() -> None:
     turned = context.take([1, 0])
     assert turned.limits == (4, 3) and turned.requests == turned.sampler.requests == sampler.requests[::-1]
     assert proposal.take([1, 0]).token_ids.tolist() == [[2], [1]] and proposal.take([1, 0]).lens.tolist() == [0, 1]
+    assert proposal.scatter([1, 0], 2).token_ids.tolist() == [[2], [1]]
     assert context.take([0, 1]) is context and proposal.take([0, 1]) is proposal
 
 

@@ -432,7 +432,7 @@ def joined(chunks: Sequence[Tensor]) -> Tensor:
 
 def scatter_rows(values: Tensor, rows: Sequence[int], batch: int, fill: int = 0) -> Tensor:
     """Scatter values [A, ...] of the requests ``rows`` to [B, ...]; the other rows are ``fill``."""
-    if len(rows) == batch:
+    if list(rows) == list(range(batch)):
         return values
     index = torch.tensor(rows, device=values.device)
     return values.new_full((batch, *values.shape[1:]), fill).index_copy_(0, index, values)
