@@ -529,7 +529,7 @@ def test_an_id_of_a_gguf_file_means_the_same_as_draft_of_a_method(source, served
     name, options = split_method(f"draft:draft={source}:seed=1")
     assert options == {"draft": source, "seed": "1"}
     setting = Setting.without_target(draft=None, options={"draft": source}, drafts={})
-    assert str(setting.of(PROPOSERS.get(name)).draft) == hub.local_gguf(source)
+    assert str(setting.with_draft_of(PROPOSERS.get(name)).draft) == hub.local_gguf(source)
     assert served.sent == ["b-Q8_0.gguf"]
 
 

@@ -9,7 +9,7 @@ from toy import make_request
 
 from outrider.registry import VERIFIERS
 from outrider.sampling import Sampler
-from outrider.types import Proposal, SamplingParams, Verdict
+from outrider.types import Context, Proposal, SamplingParams, Verdict
 from outrider.verifiers.base import Verifier, accept_prob, residual
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.exact import ExactMatchVerifier
@@ -50,6 +50,16 @@ def test_every_registered_verifier_declares_its_properties() -> None:
         assert isinstance(verifier, Verifier)
         assert verifier.target_input in ("probs", "tokens")
         assert verifier.lossless in (True, False) and verifier.supports_trees in (True, False)
+
+
+def test_rows_are_taken_in_the_given_order() -> None:
+    sampler, proposal = sampler_of(2), Proposal(torch.tensor([[1], [2]]), torch.tensor([1, 0]))
+    context = Context(sampler.requests, (3, 4), sampler)
+    turned = context.take([1, 0])
+    assert turned.limits == (4, 3) and turned.requests == turned.sampler.requests == sampler.requests[::-1]
+    assert proposal.take([1, 0]).token_ids.tolist() == [[2], [1]] and proposal.take([1, 0]).lens.tolist() == [0, 1]
+    assert proposal.scatter([1, 0], 2).token_ids.tolist() == [[2], [1]]
+    assert context.take([0, 1]) is context and proposal.take([0, 1]) is proposal
 
 
 def test_accept_prob_is_the_clipped_ratio_and_never_nan() -> None:

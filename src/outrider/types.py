@@ -19,29 +19,6 @@ from outrider.sampling_params import Grammar as Grammar
 from outrider.sampling_params import Matcher as Matcher
 from outrider.sampling_params import SamplingParams as SamplingParams
 
-# Logit of a token that a draft cannot emit. Its probability is zero, unless a grammar mask leaves only such tokens: with minus
-# infinity there would be no distribution then. It stays finite in float32 under temperatures and penalties.
-IMPOSSIBLE_LOGIT = -1e30
-
-
-def over_vocabulary(logits: Tensor, size: int, ids: Tensor | None = None) -> Tensor:
-    """Expand a draft's logits [..., C] to [..., V] over ``size`` tokens, ``IMPOSSIBLE_LOGIT`` for those that it lacks.
-
-    ``ids`` [C]: the token of each logit; None: the first ones, in order.
-    """
-    if ids is None and logits.shape[-1] >= size:
-        return logits[..., :size]
-    full = logits.new_full((*logits.shape[:-1], size), IMPOSSIBLE_LOGIT)
-    if ids is not None:
-        return full.index_copy_(-1, ids, logits)
-    full[..., : logits.shape[-1]] = logits
-    return full
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as ``"int32"``."""
-    return str(dtype).removeprefix("torch.")
-
 
 class RequestFault(OutriderError):
     """Failure that concerns only some requests of a batch."""
@@ -203,7 +180,7 @@ class Context:
 
     def take(self, rows: Sequence[int]) -> Context:
         """Return the context of these requests, in this order."""
-        if len(rows) == len(self.requests):
+        if list(rows) == list(range(len(self.requests))):
             return self
         hidden = {index: [states[b] for b in rows] for index, states in self.hidden.items()}
         requests, limits = tuple([self.requests[b] for b in rows]), tuple([self.limits[b] for b in rows])
@@ -213,34 +190,6 @@ class Context:
         """Return the same context with at most ``lengths[b]`` drafts for request b."""
         limits = tuple([min(pair) for pair in zip(self.limits, lengths, strict=True)])
         return replace(self, limits=limits)
-
-
-def joined(chunks: Sequence[Tensor]) -> Tensor:
-    """Concatenate chunks of rows; a single one is not copied, and none give an empty tensor."""
-    if len(chunks) == 1:
-        return chunks[0]
-    return torch.cat(list(chunks)) if chunks else torch.empty(0)
-
-
-def scatter_rows(values: Tensor, rows: Sequence[int], batch: int, fill: int = 0) -> Tensor:
-    """Scatter values [A, ...] of the requests ``rows`` to [B, ...]; the other rows are ``fill``."""
-    if len(rows) == batch:
-        return values
-    index = torch.tensor(rows, device=values.device)
-    return values.new_full((batch, *values.shape[1:]), fill).index_copy_(0, index, values)
-
-
-def ancestor_matrix(parents: Tensor) -> Tensor:
-    """Return bool [B, N, N], on the CPU, from parents [B, N] (-1: the root): [b, i, j] is set if j is i or an ancestor of i."""
-    # numpy copies a row of a small matrix ten times faster than torch
-    batch, nodes = parents.shape
-    sees = np.zeros((batch, nodes, nodes), dtype=bool)
-    for tree, above in zip(sees, parents.tolist(), strict=True):
-        for node, parent in enumerate(above):  # parents precede their children, so the ancestors are known
-            if parent >= 0:
-                tree[node] = tree[parent]
-            tree[node, node] = True
-    return torch.from_numpy(sees)
 
 
 @dataclass(frozen=True)
@@ -294,9 +243,9 @@ class Proposal:
 
     def take(self, rows: Sequence[int]) -> Proposal:
         """Return the drafts of these requests, in this order."""
-        if len(rows) == len(self.lens):
-            return self
         index = list(rows)
+        if index == list(range(len(self.lens))):
+            return self
         return self._with(lambda values: values[index], self.lens[index])
 
     def narrow(self, lens: Sequence[int]) -> Proposal:
@@ -446,3 +395,57 @@ class Finding:
     level: Literal["ok", "note", "suspicious", "wrong"]  # wrong: the method does not fit the target
     topic: str  # such as "vocabulary"
     text: str  # one sentence
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------------
+
+# Logit of a token that a draft cannot emit. Its probability is zero, unless a grammar mask leaves only such tokens: with minus
+# infinity there would be no distribution then. It stays finite in float32 under temperatures and penalties.
+IMPOSSIBLE_LOGIT = -1e30
+
+
+def over_vocabulary(logits: Tensor, size: int, ids: Tensor | None = None) -> Tensor:
+    """Expand a draft's logits [..., C] to [..., V] over ``size`` tokens, ``IMPOSSIBLE_LOGIT`` for those that it lacks.
+
+    ``ids`` [C]: the token of each logit; None: the first ones, in order.
+    """
+    if ids is None and logits.shape[-1] >= size:
+        return logits[..., :size]
+    full = logits.new_full((*logits.shape[:-1], size), IMPOSSIBLE_LOGIT)
+    if ids is not None:
+        return full.index_copy_(-1, ids, logits)
+    full[..., : logits.shape[-1]] = logits
+    return full
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as ``"int32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def joined(chunks: Sequence[Tensor]) -> Tensor:
+    """Concatenate chunks of rows; a single one is not copied, and none give an empty tensor."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.cat(list(chunks)) if chunks else torch.empty(0)
+
+
+def scatter_rows(values: Tensor, rows: Sequence[int], batch: int, fill: int = 0) -> Tensor:
+    """Scatter values [A, ...] of the requests ``rows`` to [B, ...]; the other rows are ``fill``."""
+    if list(rows) == list(range(batch)):
+        return values
+    index = torch.tensor(rows, device=values.device)
+    return values.new_full((batch, *values.shape[1:]), fill).index_copy_(0, index, values)
+
+
+def ancestor_matrix(parents: Tensor) -> Tensor:
+    """Return bool [B, N, N], on the CPU, from parents [B, N] (-1: the root): [b, i, j] is set if j is i or an ancestor of i."""
+    # numpy copies a row of a small matrix ten times faster than torch
+    batch, nodes = parents.shape
+    sees = np.zeros((batch, nodes, nodes), dtype=bool)
+    for tree, above in zip(sees, parents.tolist(), strict=True):
+        for node, parent in enumerate(above):  # parents precede their children, so the ancestors are known
+            if parent >= 0:
+                tree[node] = tree[parent]
+            tree[node, node] = True
+    return torch.from_numpy(sees)

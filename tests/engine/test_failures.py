@@ -324,7 +324,7 @@ def test_draft_probabilities_are_moved_to_the_targets_device():
     devices, sampler = [], SimpleNamespace(is_deterministic=False, probs=lambda logits, *_, lens: logits)
     batch = Batch((), Context((), (), sampler))
     proposal = Proposal(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long), torch.zeros(1, 1, VOCAB))
-    parts = Parts(None, Elsewhere(), None, (Verifier(), ExactMatchVerifier()), ())
+    parts = Parts(None, Elsewhere(), None, Verifier(), ExactMatchVerifier(), needs_hidden=())
     with pytest.raises(TargetError):
         finish_round(batch, 1, proposal, parts)
     assert devices == ["meta"]

@@ -222,7 +222,7 @@ def test_higher_acceptance_than_confidence_gives_deeper_trees() -> None:
     def drafted() -> tuple[int, list[float]]:
         found = head_trees._Candidates(6, calibration, prices, perf_counter())
         confident_tree(request, 6, 2, found)
-        return found.num_levels, found.drafted[request.request_id].confidences
+        return found.num_levels, found.trees[request.request_id].confidences
 
     depth, confidences = drafted()
     for _ in range(100):

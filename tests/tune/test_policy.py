@@ -255,7 +255,7 @@ def test_drafts_left_out_because_they_would_be_rejected_cost_nothing_in_the_esti
         drafts, accepted = (1, 0) if number % 2 else (4, 4)
         for counts in (track.shared, track.own):
             counts.add(4, drafts, accepted)
-    assert track.gains([0.8] * 4, 4) == pytest.approx([0.5] * 4, abs=0.03)
+    assert track.gains(4, 4) == pytest.approx([0.5] * 4, abs=0.03)
     assert list(accumulate(track.made_rates(4), mul)) == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.03)
 
 

@@ -163,7 +163,7 @@ def _fitting(
         return _built(chosen, runner, tokenizer)
     except Exception as misfit:  # for example out of memory
         if choice.is_found:
-            logger.info("%s: not used: %s", choice.what, in_one_line(misfit))
+            logger.info("%s: not used: %s", choice.what, reason_of(misfit))
             return None
         if not isinstance(misfit, DifferentVocabulary):
             raise
@@ -187,8 +187,8 @@ def _built(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedT
     return proposer
 
 
-def in_one_line(failure: Exception) -> str:
-    """Return the reason why a method cannot be used."""
+def reason_of(failure: Exception) -> str:
+    """Return the reason why a method cannot be used, in one line."""
     if isinstance(failure, OutriderError):
         return str(failure)
     logger.debug("a method cannot be used", exc_info=failure)

@@ -66,22 +66,23 @@ class Engine:
             coupled=coupled,
             eos_token_ids=scheduler.eos_token_ids,
         )
-        self._hidden = proposer.needs_hidden
+        self._needs_hidden = proposer.needs_hidden
         self._clock = PhaseClock(runner.device)
         self._ledger = Ledger(runner.costs, drafts_with_model=not proposer.is_model_free)
-        # A lossy verifier also applies to deterministic rounds; a lossless one would give the same result more slowly.
-        deterministic = ExactMatchVerifier() if verifier.lossless else verifier
         supports_trees = runner.supports_trees and verifier.supports_trees
         self._guard = GuardedProposer(proposer, self._clock, runner.vocab_size, self._ledger.add_faults, supports_trees)
-        ahead = proposer.drafts_ahead and not self._hidden  # forced tokens have no hidden states before they are scored
-        drafter = GrammarDrafts(self._guard, drafts_ahead=ahead, max_drafts=runner.max_drafts)
-        self._grammar_drafts = drafter if grammar_drafts else None
+        self._grammar_drafts: GrammarDrafts | None = None
+        if grammar_drafts:
+            ahead = proposer.drafts_ahead and not self._needs_hidden  # forced tokens have no hidden states before scoring
+            self._grammar_drafts = GrammarDrafts(self._guard, drafts_ahead=ahead, max_drafts=runner.max_drafts)
         self._parts = Parts(
-            self._grammar_drafts or self._guard,
-            ClockedRunner(runner, self._clock),
-            scheduler,
-            (verifier, deterministic),
-            self._hidden,
+            proposer=self._grammar_drafts or self._guard,
+            runner=ClockedRunner(runner, self._clock),
+            scheduler=scheduler,
+            sampled_verifier=verifier,
+            # A lossy verifier also applies to deterministic rounds; a lossless one would give the same result more slowly.
+            deterministic_verifier=ExactMatchVerifier() if verifier.lossless else verifier,
+            needs_hidden=self._needs_hidden,
         )
 
     @property
@@ -138,16 +139,13 @@ class Engine:
 
     def _round(self, batch: Batch) -> list[Emission]:
         """Run one round. If the target fails, rerun it for each request alone, so that only those at fault are affected."""
-        k, requested = self._plan_drafts(batch)
-        if k:
-            batch = Batch(batch.entries, requested)
-            k = k if max(requested.limits) > 0 else 0
+        k, batch = self._plan_drafts(batch)
         try:
             result = run_round(batch, k, self._parts)
         except TargetError as failure:
             self._clock.take()  # the time of a failure is not that of a round
             return self._isolate(batch, k, failure)
-        return self._settle(batch, result, requested)
+        return self._settle(batch, result)
 
     def _recover(self, batch: Batch) -> None:
         """Drop the caches of a failed round's requests; those that have not finished are prefilled again."""
@@ -160,15 +158,16 @@ class Engine:
                 self._forget([entry.request.request_id])
         self._clock.take()
 
-    def _plan_drafts(self, batch: Batch) -> tuple[int, Context]:
-        """Return the largest K of this round and its context, limited to each request's K, with the proposer's cache filled."""
+    def _plan_drafts(self, batch: Batch) -> tuple[int, Batch]:
+        """Choose K and prefill the proposer. Return the largest K, and the batch with each request's K as its limit."""
         if self._grammar_drafts is not None:
             self._grammar_drafts.find_tokens(batch.context)  # before K is applied, which does not limit them
         lengths = self._lengths(batch)
-        k, requested = max(lengths), batch.context
-        if lengths.count(k) < len(lengths):
-            requested = requested.limited(lengths)
-        return k, self._prefill_drafts(replace(requested, prices=self.policy.prices)) if k else requested
+        k = max(lengths)
+        if k == 0:
+            return 0, batch
+        context = self._prefill_drafts(replace(batch.context.limited(lengths), prices=self.policy.prices))
+        return k if max(context.limits) > 0 else 0, Batch(batch.entries, context)
 
     def _lengths(self, batch: Batch) -> list[int]:
         """Return K for each request: its own, or the policy's.
@@ -176,13 +175,13 @@ class Engine:
         K is 0 for a request whose prompt is prefilled in this round, because drafts would delay its first token, and in its
         first round if the proposer needs hidden states, because there are none yet.
         """
-        requests = batch.context.requests
-        pairs = zip(self.policy.next_lengths(batch.context), [request.num_draft_tokens for request in requests], strict=True)
-        lengths = [min(k if own is None else own, self.proposer.max_drafts) for k, own in pairs]
+        requests, most = batch.context.requests, self.proposer.max_drafts
         if self.runner.max_drafts is not None:
-            lengths = [min(length, self.runner.max_drafts) for length in lengths]
+            most = min(most, self.runner.max_drafts)
+        chosen = zip(requests, self.policy.next_lengths(batch.context), strict=True)
+        lengths = [min(k if request.num_draft_tokens is None else request.num_draft_tokens, most) for request, k in chosen]
         if batch.is_prefill:
-            if self._hidden:
+            if self._needs_hidden:
                 ready = [entry.state is State.DECODE for entry in batch.entries]
             else:
                 ready = self.runner.is_prefilled(batch.context.request_ids, [request.token_ids for request in requests])
@@ -190,10 +189,7 @@ class Engine:
         return lengths
 
     def _isolate(self, batch: Batch, k: int, failure: TargetError) -> list[Emission]:
-        """Rerun a failed round for each request alone, and without its drafts if it fails again.
-
-        The policy does not observe these rounds, whose batch it did not see.
-        """
+        """Rerun a failed round for each request alone, and without its drafts if it fails again."""
         lens = failure.proposal.lens.tolist()
         emissions = []
         for b, entry in enumerate(batch.entries):
@@ -207,7 +203,7 @@ class Engine:
                 result, error = self._rerun(alone, k, Proposal.empty(1))
                 if result is not None:
                     self._stop_drafts(entry.request, on_drafts)
-            emissions += [self._fail(entry, error)] if result is None else self._settle(alone, result)
+            emissions += [self._fail(entry, error)] if result is None else self._settle(alone, result, is_rerun=True)
         return emissions
 
     def _rerun(self, batch: Batch, k: int, proposal: Proposal) -> tuple[RoundResult | None, BaseException | None]:
@@ -224,15 +220,15 @@ class Engine:
         if self._grammar_drafts is not None:
             self._grammar_drafts.stop(request)
 
-    def _settle(self, batch: Batch, result: RoundResult, requested: Context | None = None) -> list[Emission]:
-        """Record a round and return its emissions. ``requested``: the context with the requested K; None in reruns."""
+    def _settle(self, batch: Batch, result: RoundResult, is_rerun: bool = False) -> list[Emission]:
+        """Record a round and return its emissions. The policy does not observe a rerun: it chose K for the whole batch."""
         self._guard.keep_hidden(result)
         ended = [entry.request.request_id for entry in batch.entries if entry.finish_reason is not None]
         if ended:
             self._retire(ended)
         round_, origins = self._ledger.record(result, self._clock.take(), batch.is_prefill)
-        if requested is not None:
-            self.policy.observe(requested, round_)
+        if not is_rerun:
+            self.policy.observe(result.context, round_)
         emissions = [self._emission(entry, b, result, origins[b]) for b, entry in enumerate(batch.entries)]
         if round_.is_prefill:
             for entry in batch.entries:
@@ -283,7 +279,7 @@ class Engine:
         if unscored:
             self._score_prompts(unscored)
         ready = [entry for entry in entries if not entry.is_prompt_unscored]  # maybe since this chunk
-        are_prefilled = self.runner.prefill(*_sequences(ready), self._hidden)
+        are_prefilled = self.runner.prefill(*_sequences(ready), self._needs_hidden)
         for entry, is_prefilled in zip(ready, are_prefilled, strict=True):
             self.scheduler.move(entry, State.FIRST_ROUND if is_prefilled else State.PREFILL)
 
@@ -296,19 +292,14 @@ class Engine:
             del entry.prompt_logprobs[start:]  # of a pass that failed for another request
             entry.prompt_logprobs += token_logprobs(logits, list(range(len(logits))), token_ids, request.params.logprobs or 0)
 
-        self.runner.prefill_with_logits(*_sequences(entries), read, self._hidden)
+        self.runner.prefill_with_logits(*_sequences(entries), read, self._needs_hidden)
 
     def _prefill_drafts(self, context: Context) -> Context:
         """Prefill new prompts with the proposer. Returns the context with limit 0 for requests that it cannot draft for yet."""
-        drafting = [request for request, limit in zip(context.requests, context.limits, strict=True) if limit > 0]
-        if not drafting:
-            return context
-        ready = self._guard.prefill(drafting)
-        if all(ready):
-            return context
-        can_draft = {request.request_id for request, is_ready in zip(drafting, ready, strict=True) if is_ready}
-        pairs = zip(context.request_ids, context.limits, strict=True)
-        return context.limited([limit if request_id in can_draft else 0 for request_id, limit in pairs])
+        drafting = [b for b, limit in enumerate(context.limits) if limit > 0]
+        ready = self._guard.prefill([context.requests[b] for b in drafting])
+        waiting = {b for b, is_ready in zip(drafting, ready, strict=True) if not is_ready}
+        return context.limited([0 if b in waiting else limit for b, limit in enumerate(context.limits)]) if waiting else context
 
     # --- request lifecycle --------------------------------------------------------------------------------------------------
 
@@ -328,10 +319,10 @@ class Engine:
 
     def _start(self, request: Request) -> None:
         """Start a new request from its longest cached prefix, cut where the proposer lacks hidden states."""
-        token_ids, limit = request.token_ids, None
-        if self._hidden:
+        token_ids, limit = request.token_ids, None  # maximum length of the prefix
+        if self._needs_hidden:
             num_draft_cached = self._guard.start(request)
-            if request.may_draft and request.num_draft_tokens is None:
+            if request.follows_policy:
                 num_recomputed = max(self.runner.num_cached(request.request_id, token_ids) - num_draft_cached, 0)
                 request.may_draft = self.policy.start(request, len(self.scheduler.running), num_draft_cached, num_recomputed)
             limit = num_draft_cached if request.may_draft else None
@@ -348,7 +339,7 @@ class Engine:
             request.may_draft = source.request.may_draft  # hidden states of the prompt are kept for both or for neither
         if not self._guard.fork(entry.fork_of, request):
             return
-        if self._hidden:  # the source may have started from a cached prefix, whose hidden states are not known here
+        if self._needs_hidden:  # the source may have started from a cached prefix, whose hidden states are not known here
             self._guard.start(request)
         # The last prompt token is scored again, for this sample's first token.
         if self.runner.fork(entry.fork_of, request.request_id, request.num_prompt_tokens - 1):

@@ -52,8 +52,9 @@ class FeatureStore:
         """
         request_id = request.request_id
         if request_id in self._prompts and request_id not in self._num_kept:
-            num_generated = num_before - request.num_prompt_tokens
-            self._prompts[request_id] = _States(hidden, row, num_before, 0, num_drafts + num_generated + 1, [])
+            # Without those of the prompt's last token and of what follows, as if these were drafts, none of them accepted.
+            num_dropped = 1 + num_before - request.num_prompt_tokens + num_drafts
+            self._prompts[request_id] = _States(hidden, row, num_before, 0, num_dropped, [])
         states = _States(hidden, row, num_before, self._num_kept.get(request_id, 0), num_drafts, path)
         unseen = self._unseen.setdefault(request_id, [])
         unseen.append(states)

@@ -123,14 +123,14 @@ class GrammarDrafts:
         self._guessers: OrderedDict[str, TokenGuesser] = OrderedDict()  # by owner, the one that was active last at the end
         self._stopped: set[str] = set()  # requests without these drafts
         self._rows: dict[str, _Row] = {}  # by request id, for requests with a grammar
-        self._view: Context | None = None  # context of the inner drafter, if it differs from the round's
+        self._ahead: Context | None = None  # of this round, with forced tokens as if they were committed; None without any
 
     def find_tokens(self, context: Context) -> None:
         """Find the forced and guessed tokens of a round. ``context.limits``: maximum number of drafts per request.
 
         A request that asked for no drafts gets none, nor does one that is stopped or at a dead end.
         """
-        self._rows, self._view = {}, None
+        self._rows, self._ahead = {}, None
         for request, limit in zip(context.requests, context.limits, strict=True):
             is_stopped = request.num_draft_tokens == 0 or request.request_id in self._stopped
             if request.matcher is not None and not is_stopped and limit > 0:
@@ -142,7 +142,7 @@ class GrammarDrafts:
         """Return the tokens that ``find_tokens`` found, at most k drafts of the inner drafter, and the grammar's after them."""
         if not self._rows:
             return self._inner.propose(context, k)
-        proposal = self._inner.propose(self._seen_ahead(context, k), k)
+        proposal = self._inner.propose(self._inner_context(context, k), k)
         self._extend(context, proposal)
         rows = [self._rows.get(request_id) for request_id in context.request_ids]
         return _joined(rows, proposal) if any(row is not None and row.has_any for row in rows) else proposal
@@ -152,9 +152,9 @@ class GrammarDrafts:
         self._learn(context, verdict)
         if any(row.before or row.after for row in self._rows.values()):
             verdict = self._verdict_on_inner_drafts(context, verdict)
-        if self._view is not None:
-            rows = {request_id: b for b, request_id in enumerate(self._view.request_ids)}
-            context = self._view.take([rows[request_id] for request_id in context.request_ids])
+        if self._ahead is not None:
+            rows = {request_id: b for b, request_id in enumerate(self._ahead.request_ids)}
+            context = self._ahead.take([rows[request_id] for request_id in context.request_ids])
         self._inner.commit(context, verdict)
 
     def stop(self, request: Request) -> None:
@@ -167,7 +167,7 @@ class GrammarDrafts:
         for request_id in request_ids:
             self._rows.pop(request_id, None)
         if not self._rows:
-            self._view = None
+            self._ahead = None
 
     def _guesser(self, request: Request) -> TokenGuesser:
         """Return the guesser of the request's owner."""
@@ -179,9 +179,9 @@ class GrammarDrafts:
         self._guessers.move_to_end(owner)
         return self._guessers[owner]
 
-    def _seen_ahead(self, context: Context, k: int) -> Context:
+    def _inner_context(self, context: Context, k: int) -> Context:
         """Return the inner drafter's context: requests with forced tokens as if those were committed, or without drafts."""
-        limits, ahead = list(context.limits), {}
+        limits, ahead = list(context.limits), {}  # ahead: by row, the requests with forced tokens
         for b, request in enumerate(context.requests):
             row = self._rows.get(request.request_id)
             if row is None:
@@ -189,13 +189,13 @@ class GrammarDrafts:
             self._choose_prefix(row, min(k, limits[b]))
             limits[b] = self._inner_limit(row, limits[b])
             if row.before and k > 0 and limits[b] > 0:
-                ahead[b] = _ahead(request, row.before)
-        seen = replace(context, limits=tuple(limits))
+                ahead[b] = _with_committed(request, row.before)
+        context = replace(context, limits=tuple(limits))
         if not ahead:
-            return seen
+            return context
         requests = tuple([ahead.get(b, request) for b, request in enumerate(context.requests)])
-        self._view = replace(seen, requests=requests, sampler=context.sampler.continued(ahead))
-        return self._view
+        self._ahead = replace(context, requests=requests, sampler=context.sampler.continued(ahead))
+        return self._ahead
 
     def _choose_prefix(self, row: _Row, wanted: int) -> None:
         """Choose the tokens before the inner drafter's drafts, if it is asked for ``wanted`` of them."""
@@ -264,11 +264,11 @@ class _MatcherAhead:
         return self.inner.allowed(output[: self.num_committed], [*output[self.num_committed :], *path])
 
 
-def _ahead(request: Request, run: Sequence[int]) -> Request:
+def _with_committed(request: Request, token_ids: Sequence[int]) -> Request:
     """Return the request as it is once these tokens are committed."""
     assert request.matcher is not None
     matcher = _MatcherAhead(request.matcher, request.num_output_tokens)
-    return replace(request, token_ids=[*request.token_ids, *run], matcher=matcher)
+    return replace(request, token_ids=[*request.token_ids, *token_ids], matcher=matcher)
 
 
 def forced_and_guessed_tokens(request: Request, path: Sequence[int], most: int, guesser: TokenGuesser) -> tuple[list[int], int]:
@@ -306,9 +306,7 @@ def _only_token(allowed: Tensor | None) -> int | None:
 def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
     """Return the proposal with a grammar's drafts as chains of point masses before and after each request's own ones."""
     own: list[int] = proposal.lens.tolist()
-    before = [[] if row is None else row.before for row in rows]
-    after = [[] if row is None else row.after for row in rows]
-    lens = [len(run) + n + len(tail) for run, n, tail in zip(before, own, after, strict=True)]
+    lens = [n if row is None else len(row.drafts) for row, n in zip(rows, own, strict=True)]
     batch, width = len(rows), max(lens)
     token_ids = proposal.token_ids.new_zeros(batch, width)
     is_grammar, is_proposed = torch.zeros(2, batch, width, dtype=torch.bool)
@@ -317,22 +315,18 @@ def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
         probs = proposal.probs.new_zeros(batch, width, proposal.probs.shape[2])
     if proposal.parents is not None:
         parents = proposal.parents.new_full((batch, width), -1)
-    for b, (run, n, tail) in enumerate(zip(before, own, after, strict=True)):
-        first, stop = len(run), len(run) + n
-        for start, tokens in ((0, run), (stop, tail)):
-            places = slice(start, start + len(tokens))
-            token_ids[b, places], is_grammar[b, places] = token_ids.new_tensor(tokens), True
-            if probs is not None:
-                probs[b, torch.arange(start, start + len(tokens)), token_ids[b, places]] = 1.0
-            if parents is not None:
-                parents[b, places] = torch.arange(start - 1, start - 1 + len(tokens))
-        row, is_proposed[b, first:stop] = rows[b], True
+    for b, (row, n, length) in enumerate(zip(rows, own, lens, strict=True)):
+        first = 0 if row is None else len(row.before)
+        inner = slice(first, first + n)  # of the request's own drafts
         if row is not None:
-            is_grammar[b, first:stop] = torch.tensor(row.own, dtype=torch.bool)
-        token_ids[b, first:stop] = proposal.token_ids[b, :n]
+            token_ids[b, :length] = token_ids.new_tensor(row.drafts)
+            is_grammar[b, :length] = torch.tensor([True] * first + row.own + [True] * len(row.after), dtype=torch.bool)
+        token_ids[b, inner], is_proposed[b, inner] = proposal.token_ids[b, :n], True
         if probs is not None and proposal.probs is not None:
-            probs[b, first:stop] = proposal.probs[b, :n]
+            probs[b, torch.arange(length), token_ids[b, :length]] = 1.0
+            probs[b, inner] = proposal.probs[b, :n]
         if parents is not None and proposal.parents is not None:
-            parents[b, first:stop] = proposal.parents[b, :n] + first  # the root is the last token before
+            parents[b, :length] = torch.arange(-1, length - 1)
+            parents[b, inner] = proposal.parents[b, :n] + first  # the root is the last token before
     joined = replace(proposal, token_ids=token_ids, lens=torch.tensor(lens), probs=probs, parents=parents)
     return replace(joined, is_grammar=is_grammar, is_proposed=is_proposed)

@@ -54,15 +54,14 @@ class GuardedProposer:
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         """Prefill the next chunk of prompts that are new to the proposer. Return which requests can be drafted for."""
-        known = [self._drafting(request) for request in requests]
-        rows = zip(requests, known, strict=True)
-        fresh = [request for request, drafting in rows if not (drafting.is_prefilled or drafting.has_failed)]
+        pairs = [(request, self._drafting(request)) for request in requests]
+        fresh = [request for request, drafting in pairs if not (drafting.is_prefilled or drafting.has_failed)]
         if fresh:
             try:
                 self._prefill(fresh)
             except Exception as error:
                 self._stop_at_fault(fresh, error)
-        return [drafting.is_prefilled for drafting in known]
+        return [drafting.is_prefilled for _, drafting in pairs]
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Return the proposer's drafts for each request with a limit above 0, none for the others."""
@@ -184,9 +183,9 @@ class GuardedProposer:
         return checked
 
     def _prefill(self, requests: Sequence[Request]) -> None:
-        is_sample = [self._drafting(request).fork_of in self._requests for request in requests]
-        for turn in (False, True):  # a prompt before its samples
-            part = [request for request, each in zip(requests, is_sample, strict=True) if each == turn]
+        samples = [request for request in requests if self._drafting(request).fork_of in self._requests]
+        prompts = [request for request in requests if request not in samples]
+        for part in (prompts, samples):  # samples copy the cache of their prompt
             if not part:
                 continue
             for request in part:

@@ -54,22 +54,12 @@ class Ledger:
         drafts), or "grammar" (a draft of a grammar, which the acceptance counts exclude).
         """
         proposal, lens = result.proposal, result.proposal.lens.tolist()
-        is_grammar = [[False] * n for n in lens] if proposal.is_grammar is None else proposal.is_grammar.tolist()
-        num_grammar = None if proposal.is_grammar is None else [sum(each) for each in is_grammar]
-        accepted, reached, origins = [], [], []
-        rows = zip(result.context.requests, lens, result.verdict.paths, result.token_ids, strict=True)
-        for b, (request, num_scored, path, token_ids) in enumerate(rows):
-            num_drafts = num_scored - (num_grammar[b] if num_grammar is not None else 0)
-            last = _last_origin(proposal, b, is_grammar[b][:num_scored], path) if num_drafts else "plain"
-            found = ["grammar" if is_grammar[b][node] else "accepted" for node in path]
-            accepted.append(found.count("accepted"))
-            reached.append(accepted[b] + (last == "corrected"))
-            origins.append([*found, last][: len(token_ids)])
-            # Statistics count emitted tokens; what the verifier accepted beyond a stop is for the policy only.
-            num_accepted, num_emitted_grammar = origins[b].count("accepted"), origins[b].count("grammar")
-            num_reached = num_accepted + origins[b].count("corrected")
-            for stats in (self.stats_of(request.request_id), self.total):
-                stats.add_counts(num_drafts, num_reached, num_accepted, len(token_ids), num_emitted_grammar)
+        is_grammar = [[False] * n for n in lens]
+        if proposal.is_grammar is not None:
+            is_grammar = [row[:n] for row, n in zip(proposal.is_grammar.tolist(), lens, strict=True)]
+        # The policy learns from all decided tokens; statistics count the emitted ones, which end at a stop.
+        decided = [_origins(proposal, b, is_grammar[b], path) for b, path in enumerate(result.verdict.paths)]
+        emitted = [origins[: len(token_ids)] for origins, token_ids in zip(decided, result.token_ids, strict=True)]
         is_cold = not any(lens) and self._num_cold > 0
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
@@ -80,16 +70,21 @@ class Ledger:
             lens=lens,
             depths=depths,
             proposed_depths=proposed,
-            num_accepted=accepted,
-            num_reached=reached,
+            num_accepted=[origins.count("accepted") for origins in decided],
+            num_reached=[origins.count("accepted") + origins.count("corrected") for origins in decided],
             times=times,
             first_layer=result.scores.first_layer,
             is_cold=is_cold,
-            num_grammar=num_grammar,
+            num_grammar=None if proposal.is_grammar is None else [sum(row) for row in is_grammar],
             is_prefill=is_prefill,
         )
+        for request, num_drafts, origins in zip(result.context.requests, round_.num_drafts, emitted, strict=True):
+            num_accepted, num_grammar = origins.count("accepted"), origins.count("grammar")
+            num_reached = num_accepted + origins.count("corrected")
+            for stats in (self.stats_of(request.request_id), self.total):
+                stats.add_counts(num_drafts, num_reached, num_accepted, len(origins), num_grammar)
         self._record_times(result, round_)
-        return round_, origins
+        return round_, emitted
 
     def _record_times(self, result: RoundResult, round_: Round) -> None:
         """Add a round's times to the costs of passes, to each request and to the total."""
@@ -122,13 +117,16 @@ def path_depths(proposal: Proposal, is_skipped: Sequence[Sequence[bool]]) -> lis
     return longest
 
 
-def _last_origin(proposal: Proposal, b: int, is_grammar: Sequence[bool], path: list[int]) -> str:
-    """Return the origin of the token after the accepted path, for a request with drafts of its proposer.
+def _origins(proposal: Proposal, b: int, is_grammar: Sequence[bool], path: list[int]) -> list[str]:
+    """Return the origins of the tokens that a round decided for a request: its accepted drafts, then the next token.
 
-    ``is_grammar`` [N]: of the scored drafts. A guess that was rejected after the proposer's drafts corrects none of them.
+    ``is_grammar``: of its scored drafts.
     """
+    accepted = ["grammar" if is_grammar[node] else "accepted" for node in path]
+    if all(is_grammar):
+        return [*accepted, "plain"]
     if proposal.parents is None:
-        are_accepted = all(is_grammar[len(path) :])
+        is_bonus = all(is_grammar[len(path) :])  # a rejected guess after the proposer's drafts corrects none of them
     else:
-        are_accepted = (path[-1] if path else -1) not in proposal.parents[b, : len(is_grammar)].tolist()
-    return "bonus" if are_accepted else "corrected"
+        is_bonus = (path[-1] if path else -1) not in proposal.parents[b, : len(is_grammar)].tolist()
+    return [*accepted, "bonus" if is_bonus else "corrected"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider.engine.config import build_proposer, in_one_line
+from outrider.engine.config import build_proposer, reason_of
 from outrider.engine.finding import MethodChoice, choices, target_files
 from outrider.engine.options import Speculation
 from outrider.method_text import split_method, split_methods
@@ -68,5 +68,5 @@ def fitting_proposers(
         try:
             proposers[method] = build_proposer(replace(speculation, method=method, proposer=None), runner, tokenizer)
         except Exception as misfit:  # for example out of memory; the others may still fit
-            reasons[method] = in_one_line(misfit)
+            reasons[method] = reason_of(misfit)
     return proposers, reasons

@@ -36,8 +36,9 @@ class Parts:
     proposer: DraftSource
     runner: Scorer
     scheduler: Scheduler
-    verifiers: tuple[Verifier, Verifier]  # for sampled rounds; for deterministic rounds
-    hidden: tuple[int, ...]  # hidden states of the target that the proposer needs
+    sampled_verifier: Verifier
+    deterministic_verifier: Verifier
+    needs_hidden: tuple[int, ...]  # see ``Proposer.needs_hidden``
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,9 @@ def run_round(batch: Batch, k: int, parts: Parts) -> RoundResult:
 def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> RoundResult:
     """Run the rest of a round after its proposal. Raises ``TargetError`` if the target fails."""
     context, sampler = batch.context, batch.context.sampler
-    sampled, deterministic = parts.verifiers
-    verifier = deterministic if sampler.is_deterministic else sampled
+    verifier = parts.deterministic_verifier if sampler.is_deterministic else parts.sampled_verifier
     try:
-        scores = parts.runner.score(context, proposal, parts.hidden)
+        scores = parts.runner.score(context, proposal, parts.needs_hidden)
         if proposal.probs is not None:  # a proposer may compute them on another device
             proposal = replace(proposal, probs=proposal.probs.to(scores.logits.device))
         to_target = sampler.tokens if verifier.target_input == "tokens" else sampler.probs
@@ -82,14 +82,10 @@ def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> Roun
         raise TargetError(proposal) from error
     parts.runner.commit(context, verdict)  # the KV cache keeps the accepted path
     parts.proposer.commit(context, verdict)
-
-    decided = zip(batch.entries, decided_tokens(proposal, verdict), strict=True)
-    emitted = [parts.scheduler.commit(entry, tokens) for entry, tokens in decided]
-    return RoundResult(context, k, proposal, scores, verdict, [ids for ids, _ in emitted], [text for _, text in emitted])
-
-
-def decided_tokens(proposal: Proposal, verdict: Verdict) -> list[list[int]]:
-    """Return the tokens that a round adds to each request: its accepted drafts, then the verifier's token."""
+    result = RoundResult(context, k, proposal, scores, verdict, token_ids=[], texts=[])
     drafts = proposal.token_ids.tolist()
-    decided = zip(verdict.paths, verdict.next_tokens, strict=True)
-    return [[*(drafts[b][node] for node in path), token] for b, (path, token) in enumerate(decided)]
+    for entry, row, path, next_token in zip(batch.entries, drafts, verdict.paths, verdict.next_tokens, strict=True):
+        kept, text = parts.scheduler.commit(entry, [*(row[node] for node in path), next_token])
+        result.token_ids.append(kept)
+        result.texts.append(text)
+    return result

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.sampling.grammar_masks import allowed_after, is_empty, path_to
 from outrider.types import Context, Proposal, Request
-from outrider.verifiers.base import within
+from outrider.verifiers.base import fill_padding
 
 PROBS_TOLERANCE = 1e-2  # a float32 softmax over 250k entries sums to 1 well within this
 
@@ -158,7 +158,7 @@ def _with_valid_padding(proposal: Proposal, rows: list[list[int]], lens: list[in
     """Replace invalid ids and parents in the padding by token 0 and the root, so that the target can process them."""
     width = proposal.num_nodes
     if any(not 0 <= token < vocab_size for ids, n in zip(rows, lens, strict=True) for token in ids[n:width]):
-        proposal = replace(proposal, token_ids=within(proposal.token_ids, proposal.lens))
+        proposal = replace(proposal, token_ids=fill_padding(proposal.token_ids, proposal.lens))
     if proposal.parents is not None and min(lens, default=0) < width:
-        proposal = replace(proposal, parents=within(proposal.parents, proposal.lens, -1))
+        proposal = replace(proposal, parents=fill_padding(proposal.parents, proposal.lens, -1))
     return proposal

@@ -149,7 +149,7 @@ def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_si
     parts = [(rows, part) for rows, part in parts if rows and part.num_nodes]
     if not parts:
         return Proposal.empty(batch)
-    if len(parts) == 1 and len(parts[0][0]) == batch:
+    if len(parts) == 1 and list(parts[0][0]) == list(range(batch)):
         return parts[0][1]
     device = next((part.probs.device for _, part in parts if part.probs is not None), parts[0][1].token_ids.device)
     width = max(part.num_nodes for _, part in parts)

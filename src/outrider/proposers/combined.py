@@ -68,16 +68,14 @@ class CombinedProposer(Proposer):
         if from_first.probs is not None:
             raise OutriderError(f"{self._first.name!r} samples its drafts, which the first method must not do; name it second")
         lens = from_first.lens.tolist()
-        rows = [b for b in range(batch) if lens[b] < enough]
-        from_second = self._ask_second(context.take(rows), k) if rows else Proposal.empty(0)
+        asked = [b for b in range(batch) if lens[b] < enough]
+        from_second = self._ask_second(context.take(asked), k) if asked else Proposal.empty(0)
         drafted = [i for i, length in enumerate(from_second.lens.tolist()) if length]
-        second_rows = [rows[i] for i in drafted]
+        second_rows = [asked[i] for i in drafted]
         self._drafted = {context.requests[b].request_id for b in second_rows}
-        lens = [min(n, k, limit) for n, limit in zip(lens, context.limits, strict=True)]
-        for b in second_rows:
-            lens[b] = 0
-        kept = [b for b in range(batch) if b not in second_rows]
-        parts = [(kept, from_first.narrow(lens).take(kept)), (second_rows, from_second.take(drafted))]
+        first_rows = [b for b in range(batch) if b not in second_rows]
+        first_lens = [min(lens[b], k, context.limits[b]) for b in first_rows]
+        parts = [(first_rows, from_first.take(first_rows).narrow(first_lens)), (second_rows, from_second.take(drafted))]
         return merged(parts, batch, context.sampler.vocab_size)
 
     def commit(self, context: Context, verdict: Verdict) -> None:

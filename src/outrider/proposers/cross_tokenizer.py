@@ -75,11 +75,11 @@ class CrossTokenizerProposer(DraftModelProposer):
             if limit <= 0 or not (self._can_draft_tokens(request.params) or _drafted_as_text(request.params)):
                 continue
             translation = self._translations[request.request_id]
-            text = translation.to_draft_ids(request.token_ids)
-            if not text or len(text) + k > self.draft.max_len:
+            draft_ids = translation.to_draft_ids(request.token_ids)
+            if not draft_ids or len(draft_ids) + k > self.draft.max_len:
                 continue
-            self.draft.rollback(request.request_id, translation.set_fed(text))
-            found[b] = text
+            self.draft.rollback(request.request_id, translation.set_fed(draft_ids))
+            found[b] = draft_ids
         return found
 
     def to_target_vocab(self, logits: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class CrossTokenizerMethod(DraftModelMethod):
 
     def build(self, setting: Setting) -> CrossTokenizerProposer:
         """Load the draft. Raises ``OutriderError`` if it or one of the tokenizers is missing."""
-        setting = setting.of(self)
+        setting = setting.with_draft_of(self)
         options = setting.config(DraftOptions)
         tokenizer = draft_tokenizer(setting)
         for whose, found in (("target", setting.tokenizer), ("draft", tokenizer)):
@@ -230,18 +230,18 @@ class Translation:
         run = self._translated(token_ids[self._num_final :])
         if run is None:
             return None
-        text = self._final + run
-        self.ratio = len(text) / len(token_ids)
+        draft_ids = self._final + run
+        self.ratio = len(draft_ids) / len(token_ids)
         if len(token_ids) - self._num_final > 2 * WINDOW:
             self._extend_final(token_ids, run)
-        return text
+        return draft_ids
 
-    def set_fed(self, text: list[int]) -> int:
+    def set_fed(self, draft_ids: list[int]) -> int:
         """Record the ids that the draft is called with next; return the length of the prefix that they share with the last."""
         fed, common = self.fed, self._common
-        while common < min(len(fed), len(text)) and fed[common] == text[common]:
+        while common < min(len(fed), len(draft_ids)) and fed[common] == draft_ids[common]:
             common += 1
-        self.fed, self._common = list(text), min(common, len(self._final))
+        self.fed, self._common = list(draft_ids), min(common, len(self._final))
         return common
 
     def to_target_ids(self, token_ids: list[int], drafted: list[int]) -> list[int]:

@@ -44,7 +44,7 @@ MAX_16_BIT_BYTES = 64 << 20  # bytes of weights: larger drafts are read from mem
 
 
 class _Clamped(Sequence[int]):
-    """View of a text with ids of at most ``last``: only what is read is converted, not the whole text in each round."""
+    """View of a sequence with ids of at most ``last``: only what is read is converted, not all tokens in each round."""
 
     def __init__(self, token_ids: list[int], last: int) -> None:
         self._token_ids, self._last = token_ids, last
@@ -118,7 +118,7 @@ class DraftModelProposer(Proposer):
         }
 
     def _clamped(self, token_ids: list[int]) -> Sequence[int]:
-        """Return a text in the draft's ids: its last token for those that it lacks, such as added special tokens."""
+        """Return a sequence in the draft's ids; tokens that it lacks, such as added special ones, become its last token."""
         return token_ids if self._draft_size >= self._vocab_size else _Clamped(token_ids, self._draft_size - 1)
 
     def to_target_vocab(self, logits: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class DraftModelMethod(MethodSpec):
 
     def build(self, setting: Setting) -> DraftModelProposer:
         """Load the draft. Raises ``OutriderError`` if there is none or the vocabularies differ."""
-        setting = setting.of(self)
+        setting = setting.with_draft_of(self)
         options = setting.config(DraftOptions)
         tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is not None and tokenizer is not None:
@@ -242,7 +242,7 @@ class DraftModelMethod(MethodSpec):
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check vocabulary, context and size from the draft's config and tokenizer."""
-        setting = setting.of(self)
+        setting = setting.with_draft_of(self)
         options = setting.config(DraftOptions)
         config = _config_of(setting.draft, setting.target.config.trust_remote_code)
         yield from self.examine_vocabulary(setting, text_config(config))

@@ -61,7 +61,7 @@ class EagleMethod(HeadMethod):
 
     def alternatives(self, setting: Setting) -> list[str]:
         """Return the hidden states shifted by one in each direction, because numbering conventions of EAGLE-3 differ by one."""
-        setting = setting.of(self)
+        setting = setting.with_draft_of(self)
         target, head = setting.target, setting.draft
         if not isinstance(head, EagleHead):
             with torch.device("meta"):  # headers only

@@ -55,7 +55,7 @@ class HeadMethod(MethodSpec, ABC):
 
     def build(self, setting: Setting) -> Any:
         """Load the head and create the proposer. Raises ``OutriderError`` if there is no head or it does not fit the target."""
-        setting, proposer = setting.of(self), cast("Any", self.proposer)
+        setting, proposer = setting.with_draft_of(self), cast("Any", self.proposer)
         head, measured = setting.draft, dict[str, Any]()
         if not isinstance(head, self.heads):
             head, _, measured = self.load(folder_of(setting), setting.target)
@@ -68,7 +68,7 @@ class HeadMethod(MethodSpec, ABC):
             return Recognised(self.load(folder, target).what)
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
-        setting = setting.of(self)
+        setting = setting.with_draft_of(self)
         if not isinstance(setting.draft, self.heads):
             sample = setting.tokenizer.encode(TEXT) if setting.tokenizer is not None else []
             yield from self.check_files(folder_of(setting), setting.target, sample)

@@ -20,7 +20,7 @@ from outrider.heads.feature_head import RolloutHead
 from outrider.heads.head_runner import RolloutRunner, Step, newest
 from outrider.options import option, whole
 from outrider.proposers.base import rows_with_hidden
-from outrider.proposers.tree_chances import RATES, Calibration, Drafted, DrawnTree, Floats, GrownTree, SiblingRates
+from outrider.proposers.tree_chances import RATES, Calibration, DraftedTree, DrawnTree, Floats, GrownTree, SiblingRates
 from outrider.proposers.tree_sizes import TreeCosts, TreeProposer, TreeSizeConfig
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
@@ -66,7 +66,7 @@ class HeadProposer(TreeProposer):
     def propose(self, context: Context, k: int) -> Proposal:
         started = perf_counter()
         batch, rows = len(context.requests), rows_with_hidden(context, self.needs_hidden[0])
-        self._drafted = {}
+        self._trees = {}
         if not rows:
             return Proposal.empty(batch)
         context = context.take(rows)
@@ -77,14 +77,14 @@ class HeadProposer(TreeProposer):
             found = _Candidates(self._sizes.max_nodes, calibration, self._sizes.costs(context), started)
             proposal = _confident_tree(self.head, context, k, root, self._config.top_k, found)
             depth, num_steps = found.depth, found.num_levels
-            self._drafted = found.drafted
+            self._trees = found.trees
         else:
             shape = self._sizes.shape(self._rates.table[:k], context, is_levelwise=True)
             proposal = _drawn_tree(self.head, context, root, shape)
             depth = num_steps = max(shape.depths)
             if not self._sizes.is_fixed:  # a fixed tree keeps the output of a seed independent of other requests
                 drawn = zip(context.request_ids, proposal.lens.tolist(), strict=True)
-                self._drafted = {request_id: DrawnTree(shape, count, self._rates) for request_id, count in drawn}
+                self._trees = {request_id: DrawnTree(shape, count, self._rates) for request_id, count in drawn}
         self._sizes.learn(int(proposal.lens.max()), max(depth, 1), num_steps, started)
         return proposal.scatter(rows, batch)
 
@@ -131,9 +131,8 @@ class HeadProposer(TreeProposer):
         requests = [context.requests[b] for b in rows]
         tokens, features = [], []
         for b, request in zip(rows, requests, strict=True):
-            text = request.token_ids[self.head.cache.cached_len(request.request_id) + 1 :]
-            tokens.append(text)
-            features.append(newest([context.hidden[index][b] for index in self.needs_hidden], len(text)))
+            tokens.append(request.token_ids[self.head.cache.cached_len(request.request_id) + 1 :])
+            features.append(newest([context.hidden[index][b] for index in self.needs_hidden], len(tokens[-1])))
         return self.head.extend([request.request_id for request in requests], tokens, features)
 
     def prepare(self) -> None:
@@ -199,7 +198,7 @@ class _Candidates:
         self.tokens = self.values = self.parents = torch.empty(0)
         self.depths: list[int] = []
         self.depth = 0  # depth of the chosen tree
-        self.drafted: dict[str, Drafted] = {}  # the chosen tree of each request
+        self.trees: dict[str, DraftedTree] = {}  # the chosen tree of each request
         self._confidences: list[Floats] = []  # per level, [B, W * top_k]
 
     def chances(self, confidences: Tensor) -> Tensor:
@@ -230,12 +229,12 @@ class _Candidates:
         if self._costs is None:
             return True
         so_far = self._costs_so_far()
-        return so_far.level_pays(float(likeliest.exp().sum()), so_far.drafted / self.num_levels, _gains(best))
+        return so_far.level_pays(float(likeliest.exp().sum()), so_far.draft_seconds / self.num_levels, _gains(best))
 
     def _costs_so_far(self) -> TreeCosts:
         """Return the costs with the time spent on drafting until now."""
         assert self._costs is not None
-        return replace(self._costs, drafted=perf_counter() - self._started)
+        return replace(self._costs, draft_seconds=perf_counter() - self._started)
 
     def proposal(self, context: Context) -> Proposal:
         """Return the most confident nodes of each request as point masses, parents first, siblings by confidence."""
@@ -251,7 +250,7 @@ class _Candidates:
             kept = [node for node, value in ranked if value > -1e30]
             kept.sort(key=lambda node: self.depths[node])  # stable sort: by value within a depth
             place = {node: index for index, node in enumerate(kept)} | {-1: -1}
-            self.drafted[request_id] = GrownTree(tokens[b], above[b], confidences[b], kept, self._calibration)
+            self.trees[request_id] = GrownTree(tokens[b], above[b], confidences[b], kept, self._calibration)
             lens[b] = len(kept)
             if kept:
                 self.depth = max(self.depth, self.depths[kept[-1]])

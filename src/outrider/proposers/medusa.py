@@ -26,7 +26,7 @@ from outrider.proposers.base import rows_with_hidden
 from outrider.proposers.head_method import HeadMethod, Loaded
 from outrider.proposers.method import TargetFiles
 from outrider.proposers.portable import Form
-from outrider.proposers.tree_chances import RATES, Drafted, DrawnTree, SiblingRates
+from outrider.proposers.tree_chances import RATES, DraftedTree, DrawnTree, SiblingRates
 from outrider.proposers.tree_sizes import TreeProposer, TreeSizeConfig
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
@@ -74,7 +74,7 @@ class MedusaProposer(TreeProposer):
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
-        started, self._drafted = perf_counter(), {}
+        started, self._trees = perf_counter(), {}
         batch, rows = len(context.requests), rows_with_hidden(context, self.needs_hidden[0])
         if not rows:
             return Proposal.empty(batch)
@@ -86,18 +86,18 @@ class MedusaProposer(TreeProposer):
         states = context.hidden[self.needs_hidden[0]]
         last = torch.stack([each[-1] for each in states]).to(self.device, self.dtype)  # [A, H]
         lens = torch.tensor([shape.cut(limit) for limit in context.limits])
-        drafted: Sequence[Drafted]
+        trees: Sequence[DraftedTree]
         if is_drawn:
             logits = self._distributions(last, max(shape.depths))
             proposal = draw_tree(shape, context.sampler, len(rows), logits_by_depth(logits, shape))
-            drafted = [DrawnTree(shape, count, rates) for count in lens.tolist()]
+            trees = [DrawnTree(shape, count, rates) for count in lens.tolist()]
         else:
             found = self.heads.candidates(last, k, 1 + max(shape.ranks))  # [A, heads, ranks]
             token_ids = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
             proposal = Proposal(token_ids, lens, None, torch.tensor(shape.parents).repeat(len(rows), 1))
-            drafted = [_Likeliest(shape, candidates, rates) for candidates in found.tolist()]
+            trees = [_Likeliest(shape, candidates, rates) for candidates in found.tolist()]
         if not self._sizes.is_fixed:  # a fixed tree keeps the output of a seed independent of other requests
-            self._drafted = dict(zip(context.request_ids, drafted, strict=True))
+            self._trees = dict(zip(context.request_ids, trees, strict=True))
         self._sizes.learn(len(shape.parents), max(shape.depths), 1, started)
         return replace(proposal, lens=lens).scatter(rows, batch)
 
@@ -146,7 +146,7 @@ class _Likeliest:
     rates: SiblingRates
 
     def learn(self, path: list[int], next_token: int) -> None:
-        """See ``Drafted.learn``. Candidates outside the tree are compared with the target's token, too."""
+        """See ``DraftedTree.learn``. Candidates outside the tree are compared with the target's token, too."""
         taken: list[int | None] = [self.shape.ranks[node] for node in path]
         if len(path) < len(self.tokens):
             last = self.tokens[len(path)]

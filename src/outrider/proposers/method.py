@@ -80,17 +80,18 @@ class Setting:
         """Return a setting of options and drafts only; its ``target`` is None."""
         return cls(cast("ModelRunner", None), **given)
 
-    def of(self, method: MethodSpec) -> Setting:
+    def with_draft_of(self, method: MethodSpec) -> Setting:
         """Return the setting for one method: ``draft`` is its ``chosen_draft``, and the option ``draft`` is removed.
 
         A GGUF file that a hub id names is downloaded. Raises ``OutriderError`` if that fails, and as ``chosen_draft`` and
-        ``of_kind`` do.
+        ``check_kind`` do.
         """
         if not method.takes_draft:
             return self
         options = {name: value for name, value in self.options.items() if name != "draft"}
         draft = local_gguf(chosen_draft(method, self.options.get("draft"), self.draft, self.drafts))
-        return replace(self, draft=of_kind(method, draft), options=options)
+        check_kind(method, draft)
+        return replace(self, draft=draft, options=options)
 
     def config(self, kind: type[Config], **measured: Any) -> Config:
         """Return the options as an instance of ``kind``; text is converted to the types of its options.
@@ -124,15 +125,14 @@ def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Map
     return source
 
 
-def of_kind(method: MethodSpec, source: object) -> object:
-    """Return a draft. Raises ``OutriderError`` if its files are on this machine and are of a kind of another method."""
+def check_kind(method: MethodSpec, source: object) -> None:
+    """Raise ``OutriderError`` if a draft's files are on this machine and are of a kind of another method."""
     kind = method.drafts_with
     found = kinds_of(on_this_machine(source) or Path(source)) if isinstance(source, (str, Path)) else []
     if found and kind not in found:
         raise OutriderError(
             f"{source} holds {found[0]}, and method {method.name!r} needs {kind}: use method {found[0].name!r} with it"
         )
-    return source
 
 
 class MethodSpec:
@@ -182,16 +182,17 @@ class MethodSpec:
         Setting.without_target(options=own).config(self.options)
 
     def drafts_in(self, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
-        """Return the drafts that it will load, without a download. Raises ``OutriderError`` as ``Setting.of`` does."""
-        found = of_kind(self, chosen_draft(self, options.get("draft"), general, drafts)) if self.takes_draft else None
-        return [] if found is None else [found]
+        """Return the drafts that it will load, without a download. Raises ``OutriderError`` as ``with_draft_of`` does."""
+        draft = chosen_draft(self, options.get("draft"), general, drafts) if self.takes_draft else None
+        check_kind(self, draft)
+        return [] if draft is None else [draft]
 
     def portable(self, setting: Setting) -> Portable:
         """Describe the method for other engines. ``setting.target`` is None, as no model is loaded.
 
         Raises ``OutriderError`` for invalid options and a missing draft.
         """
-        setting = setting.of(self)
+        setting = setting.with_draft_of(self)
         source = None if setting.draft is None else str(setting.draft)
         return Portable(self.exported, source, setting.config(self.options))
 

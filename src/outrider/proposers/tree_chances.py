@@ -114,7 +114,7 @@ class SiblingRates:
             self.table = tuple(tuple(a / b for a, b in zip(accepted, tried, strict=True)) for accepted, tried in counts)
 
 
-class Drafted(Protocol):
+class DraftedTree(Protocol):
     """The tree of a request in this round, which updates acceptance estimates from the verdict."""
 
     def learn(self, path: list[int], next_token: int) -> None:
@@ -133,7 +133,7 @@ class GrownTree:
     calibration: Calibration
 
     def learn(self, path: list[int], next_token: int) -> None:
-        """See ``Drafted.learn``. Candidates outside the tree are compared with the target's tokens, too."""
+        """See ``DraftedTree.learn``. Candidates outside the tree are compared with the target's tokens, too."""
         children: dict[int, list[int]] = {}
         for each, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(each)
@@ -158,7 +158,7 @@ class DrawnTree:
     rates: SiblingRates
 
     def learn(self, path: list[int], next_token: int) -> None:
-        """See ``Drafted.learn``."""
+        """See ``DraftedTree.learn``."""
         ranks: list[int] = []
         taken: list[int | None] = []
         for at, node in zip([-1, *path], [*path, None], strict=True):

@@ -15,7 +15,7 @@ from time import perf_counter
 from outrider.options import option, whole
 from outrider.proposers.base import Proposer
 from outrider.proposers.head_method import HeadConfig
-from outrider.proposers.tree_chances import Drafted
+from outrider.proposers.tree_chances import DraftedTree
 from outrider.proposers.trees import TreeShape, best_tree, shape_of
 from outrider.runner import ModelRunner
 from outrider.runner.cost_book import CACHE_BUCKET
@@ -37,7 +37,7 @@ class TreeCosts:
     """Costs of one round in seconds."""
 
     batch: int
-    drafted: float  # spent on drafting so far
+    draft_seconds: float  # spent on drafting so far
     passes: Sequence[float]  # target pass with 0, 1, ... nodes per request
 
     def best_size(self, gains: Sequence[float]) -> tuple[int, float]:
@@ -46,7 +46,7 @@ class TreeCosts:
         ``gains``: expected accepted drafts that each further node adds over the batch, best first.
         """
         tokens = accumulate(gains, initial=float(self.batch))
-        speeds = [each / (self.drafted + seconds) for each, seconds in zip(tokens, self.passes, strict=False)]
+        speeds = [each / (self.draft_seconds + seconds) for each, seconds in zip(tokens, self.passes, strict=False)]
         best = max(range(1, len(speeds)), key=speeds.__getitem__)
         return best, speeds[best]
 
@@ -132,7 +132,7 @@ class TreeProposer(Proposer):
         """``max_nodes``: see ``TreeSizeConfig``."""
         self.needs_hidden = needs_hidden
         self._sizes = TreeSizes(target, max_nodes, needs_hidden)
-        self._drafted: dict[str, Drafted] = {}  # request -> its tree of this round, until the verdict
+        self._trees: dict[str, DraftedTree] = {}  # request -> its tree of this round, until the verdict
 
     def num_nodes(self, k: int) -> int:
         return self._sizes.expected(k)
@@ -140,5 +140,5 @@ class TreeProposer(Proposer):
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Update the acceptance estimates from the verdict."""
         for request_id, path, token in zip(context.request_ids, verdict.paths, verdict.next_tokens, strict=True):
-            if request_id in self._drafted:
-                self._drafted.pop(request_id).learn(path, token)
+            if request_id in self._trees:
+                self._trees.pop(request_id).learn(path, token)

@@ -28,21 +28,21 @@ class GrammarMasks:
         self._requests = [(b, request) for b, request in enumerate(requests) if request.matcher is not None]
         self.is_empty = not self._requests
 
-    def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
-        """Mask tokens in the first ``counts[b]`` rows of scores [B, M, V], in place.
+    def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, widths: Sequence[int]) -> None:
+        """Mask tokens in the first ``widths[b]`` rows of scores [B, M, V], in place.
 
         Rows after a draft that violates the grammar or leads into a dead end are unchanged.
         """
         for b, request in self._requests:
             draft_ids = [] if drafts is None else drafts[b].tolist()
             parent_ids = None if parents is None else parents[b].tolist()
-            banned = torch.zeros(counts[b], scores.shape[-1], dtype=torch.bool)
-            for row in range(counts[b]):
+            banned = torch.zeros(widths[b], scores.shape[-1], dtype=torch.bool)
+            for row in range(widths[b]):
                 path = path_to(start + row - 1, draft_ids, parent_ids)
                 allowed = allowed_after(request, path) if path else allowed_tokens(request, path)
                 if allowed is not None and not (path and is_empty(allowed)):
                     banned[row] = ~allowed
-            scores[b, : counts[b]].masked_fill_(banned.to(scores.device), -math.inf)  # one copy to a GPU
+            scores[b, : widths[b]].masked_fill_(banned.to(scores.device), -math.inf)  # one copy to a GPU
 
 
 def allowed_tokens(request: Request, path: Sequence[int]) -> Tensor | None:

@@ -61,11 +61,11 @@ class MinTokens:
         """Return whether every output has its ``min_tokens``."""
         return not any([request.num_output_tokens < request.params.min_tokens for _, request, _ in self._requests])
 
-    def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
-        """Mask tokens in the first ``counts[b]`` rows of scores [B, M, V], in place. ``drafts`` are not read."""
+    def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, widths: Sequence[int]) -> None:
+        """Mask tokens in the first ``widths[b]`` rows of scores [B, M, V], in place. ``drafts`` are not read."""
         num_drafts = drafts_before_rows(parents, start, scores.shape[1], len(scores))
         for b, request, ending in self._requests:
             num_left = request.params.min_tokens - request.num_output_tokens
-            for row, num_before in enumerate(num_drafts[b][: counts[b]]):
+            for row, num_before in enumerate(num_drafts[b][: widths[b]]):
                 if num_before < num_left:
                     scores[b, row].index_fill_(0, ending, -math.inf)

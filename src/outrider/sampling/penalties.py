@@ -38,15 +38,15 @@ class _Counted:
 
     def update(self) -> None:
         """Count the tokens that were committed since the last call."""
-        text, first = self.request.token_ids, self.num_tokens
-        if first == len(text):
+        first, self.num_tokens = self.num_tokens, len(self.request.token_ids)
+        if first == self.num_tokens:
             return
-        self.num_tokens = len(text)
-        fresh = torch.tensor(text[first:], device=self.seen.device)
+        new_ids = self.request.token_ids[first:]
+        fresh = torch.tensor(new_ids, device=self.seen.device)
         self.seen[fresh] = 1.0
         output = fresh[max(self.request.num_prompt_tokens - first, 0) :]
         self.counts.index_add_(0, output, torch.ones_like(output, dtype=self.counts.dtype))
-        added = set(text[first:]) - self.known
+        added = set(new_ids) - self.known
         self.known |= added
         self.ids = torch.cat((self.ids, torch.tensor(list(added), dtype=torch.long, device=self.ids.device)))
 
@@ -96,13 +96,13 @@ class Penalties:
         other._counted = [(b, counted.continued(requests[b]) if b in requests else counted) for b, counted in self._counted]
         return other
 
-    def apply_(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
-        """Apply penalties to the first ``counts[b]`` rows of logits [B, M, V], in place."""
+    def apply_(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, widths: Sequence[int]) -> None:
+        """Apply penalties to the first ``widths[b]`` rows of logits [B, M, V], in place."""
         if start + logits.shape[1] - 1 > (0 if drafts is None else drafts.shape[1]):
             raise ValueError("penalties need the drafts before each row of logits")
         for b, counted in self._counted:
             counted.update()
-            width = counts[b]
+            width = widths[b]
             num_drafts = start + width - 1  # of the last row; later ones may be padding
             token_ids = counted.ids[:0] if drafts is None else drafts[b, :num_drafts]
             if parents is None:

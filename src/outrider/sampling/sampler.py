@@ -81,7 +81,7 @@ class Sampler:
         return self._parts[key]
 
     def _part(self, requests: Sequence[Request], rows: Sequence[int]) -> Sampler:
-        """Create the sampler of some rows; a sampler that lasts for one round takes it from its source, which keeps it."""
+        """Create the sampler of some rows. One that continues another lasts for a round only: its parts continue that one's."""
         if self._source is None:
             return self.for_batch(requests)
         part = self._source.take(rows)
@@ -114,8 +114,8 @@ class Sampler:
         if not self.is_deterministic:
             probs = self.probs(logits, drafts, parents, start, lens)
             return torch.stack([self.draw(probs[:, j], start + j) for j in range(probs.shape[1])], dim=1)
-        counts = _counts(logits, lens)
-        return self._choose(self._scores(logits, drafts, parents, start, counts), parents, start, counts)
+        widths = _widths(logits, lens)
+        return self._choose(self._scores(logits, drafts, parents, start, widths), parents, start, widths)
 
     def probs(
         self,
@@ -125,19 +125,19 @@ class Sampler:
         start: int = 0,
         lens: Tensor | None = None,
     ) -> Tensor:
-        counts = _counts(logits, lens)
-        scores = self._scores(logits, drafts, parents, start, counts)
+        widths = _widths(logits, lens)
+        scores = self._scores(logits, drafts, parents, start, widths)
         if self._all_greedy:
-            token_ids = self._choose(scores, parents, start, counts)
+            token_ids = self._choose(scores, parents, start, widths)
             return torch.zeros_like(scores).scatter_(-1, token_ids.unsqueeze(-1), 1.0)
-        probs, invalid = self._shaping.probs(scores, counts)
+        probs, invalid = self._shaping.probs(scores, widths)
         self._check(invalid, scores.shape[1])
         return probs
 
     def likeliest(
         self, logits: Tensor, top_k: int, drafts: Tensor | None = None, parents: Tensor | None = None, start: int = 0
     ) -> tuple[Tensor, Tensor]:
-        scores = self._scores(logits, drafts, parents, start, _counts(logits, None))
+        scores = self._scores(logits, drafts, parents, start, _widths(logits, None))
         return self._shaping.likeliest(scores, self._noise_keys(scores.shape[1], parents, start), top_k)
 
     def bernoulli(self, probs: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class Sampler:
         self._sync_round()
         return sample_inverse_cdf(probs, [uniform for (uniform,) in self._uniforms(_DRAFT, index, 1)])
 
-    def _scores(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
+    def _scores(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, widths: list[int]) -> Tensor:
         """Return logits [B, M, V] with bias, masks and penalties; the same tensor if nothing applies."""
         if logits.shape[-1] != self.vocab_size:
             raise ValueError(f"logits have {logits.shape[-1]} columns: expected the vocabulary's {self.vocab_size}")
@@ -160,13 +160,13 @@ class Sampler:
         for rules in (self._biases, self._min_tokens, self._grammars, self._penalties):
             if not rules.is_empty:
                 scores = scores.clone() if scores is logits else scores
-                rules.apply_(scores, drafts, parents, start, counts)
+                rules.apply_(scores, drafts, parents, start, widths)
         return scores
 
-    def _choose(self, scores: Tensor, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
+    def _choose(self, scores: Tensor, parents: Tensor | None, start: int, widths: list[int]) -> Tensor:
         """Return the tokens [B, M] of a deterministic round."""
         width = scores.shape[1]
-        token_ids, invalid = self._shaping.choose(scores, self._noise_keys(width, parents, start), counts)
+        token_ids, invalid = self._shaping.choose(scores, self._noise_keys(width, parents, start), widths)
         self._check(invalid, width)
         return token_ids
 
@@ -209,7 +209,7 @@ class Sampler:
         ]
 
 
-def _counts(logits: Tensor, lens: Tensor | None) -> list[int]:
+def _widths(logits: Tensor, lens: Tensor | None) -> list[int]:
     """Return the number of valid rows of logits [B, M, V] per request: the root's and its drafts'."""
     batch, width = logits.shape[:2]
     return [width] * batch if lens is None else [min(1 + n, width) for n in lens.tolist()]
@@ -230,12 +230,12 @@ class _Biases:
                 self._rows.append((b, request, bias.to(device)))
         self.is_empty = not self._rows
 
-    def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
-        """Add to the first ``counts[b]`` rows of scores [B, M, V]. ``drafts``, ``parents`` and ``start`` are not read."""
+    def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, widths: Sequence[int]) -> None:
+        """Add to the first ``widths[b]`` rows of scores [B, M, V]. ``drafts``, ``parents`` and ``start`` are not read."""
         # once, as all scores have the same dtype
         self._rows = [(b, request, bias.to(scores.dtype)) for b, request, bias in self._rows]
         for b, _, bias in self._rows:
-            scores[b, : counts[b]] += bias
+            scores[b, : widths[b]] += bias
 
 
 def _bias_of(params: SamplingParams, vocab_size: int) -> Tensor | None:

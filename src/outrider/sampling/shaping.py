@@ -43,15 +43,15 @@ class Shaping:
         self._truncates = any(row[1:] != (0, 1.0, 0.0) for row in rows)
         self._native = native.serves(device)
 
-    def probs(self, scores: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def probs(self, scores: Tensor, widths: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Return probabilities [B, M, V], one-hot for greedy rows, and the invalid rows of B * M: with NaN, +inf or only -inf.
 
-        Only the first ``counts[b]`` rows of request b are defined, and checked.
+        Only the first ``widths[b]`` rows of request b are defined, and checked.
         """
         if self._native:
-            return torch.ops.outrider.shape_probs(scores.contiguous(), self._settings, counts)
+            return torch.ops.outrider.shape_probs(scores.contiguous(), self._settings, widths)
         probs = torch.softmax(scores / self._temperatures.to(scores.dtype), dim=-1)
-        invalid = _invalid_rows(probs[..., 0], counts)  # softmax propagates NaN over its row
+        invalid = _invalid_rows(probs[..., 0], widths)  # softmax propagates NaN over its row
         if self._truncates:
             probs = reference_truncated(probs, self._settings[:, 1:])
         if any(self.is_greedy):
@@ -60,12 +60,12 @@ class Shaping:
             probs[rows] = torch.zeros_like(probs[rows]).scatter_(-1, best, 1.0)
         return probs, invalid
 
-    def choose(self, scores: Tensor, keys: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def choose(self, scores: Tensor, keys: Sequence[int], widths: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Return the tokens int64 [B, M] of a deterministic round, the argmax of ``noisy``, and invalid rows as ``probs``."""
         if self._native:
-            return torch.ops.outrider.choose(scores.contiguous(), self._settings, keys, counts)
+            return torch.ops.outrider.choose(scores.contiguous(), self._settings, keys, widths)
         best, token_ids = self.noisy(scores, keys).max(dim=-1)
-        return token_ids, _invalid_rows(best, counts)
+        return token_ids, _invalid_rows(best, widths)
 
     def likeliest(self, scores: Tensor, keys: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:
         """Return the K likeliest tokens int64 [B, M, K] that ``choose`` may return, and estimates of how likely they are.
@@ -100,11 +100,11 @@ class Shaping:
         return noisy
 
 
-def _invalid_rows(witness: Tensor, counts: Sequence[int]) -> list[int]:
-    """Return the indices into [B * M] where ``witness`` [B, M] is not finite, among the first ``counts[b]`` of each request."""
+def _invalid_rows(witness: Tensor, widths: Sequence[int]) -> list[int]:
+    """Return the indices into [B * M] where ``witness`` [B, M] is not finite, among the first ``widths[b]`` of each request."""
     width = witness.shape[1]
     rows: list[int] = (~witness.isfinite()).flatten().nonzero().flatten().tolist()
-    return [row for row in rows if row % width < counts[row // width]]
+    return [row for row in rows if row % width < widths[row // width]]
 
 
 def reference_truncated(probs: Tensor, cuts: Tensor) -> Tensor:

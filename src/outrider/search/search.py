@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.bench.contenders import PLAIN_CONTENDER, Contender, Contenders
 from outrider.bench.grid import warm_up
 from outrider.bench.measure import generate
-from outrider.engine.config import in_one_line
+from outrider.engine.config import reason_of
 from outrider.method_text import combined, split_method
 from outrider.progress import Report
 from outrider.proposers.base import Proposer
@@ -236,7 +236,7 @@ class Search:
         """Drop the method of a failed contender. Raises the error of plain decoding, because then the target failed."""
         if contender.is_plain:
             raise failure
-        self.reasons[contender.method] = in_one_line(failure)
+        self.reasons[contender.method] = reason_of(failure)
 
     def _failed(self, contender: Contender) -> bool:
         return contender.method in self.reasons

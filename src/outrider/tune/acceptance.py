@@ -52,7 +52,7 @@ class Acceptance:
             for i in range(min(depth, len(counts))):
                 counts[i] += self.unit
 
-    def compare(self, own: Acceptance, is_accepted: bool) -> None:
+    def learn_alike(self, own: Acceptance, is_accepted: bool) -> None:
         """Learn from a request's first draft how much requests differ: whether its own counts predict it better with a light
         or with a heavy prior of these shared counts.
         """
@@ -60,11 +60,11 @@ class Acceptance:
         differ, alike = own.rates(shared)[0], own.rates(shared, ALIKE_WEIGHT)[0]
         self.alike += log(alike / differ if is_accepted else (1 - alike) / (1 - differ))
 
-    def request_rates(self, own: Acceptance, expected: Sequence[float]) -> list[float]:
+    def request_rates(self, own: Acceptance, longest: int) -> list[float]:
         """Return a request's acceptance by position: its own counts, with the rates of these shared ones as a prior."""
         # Interpolate geometrically between the two weights, by the probability that requests are alike.
         weight = EXPECTED_WEIGHT * (ALIKE_WEIGHT / EXPECTED_WEIGHT) ** (1 / (1 + exp(-self.alike)))
-        return own.rates(self.rates(expected), weight)
+        return own.rates(self.rates([OPTIMISTIC_RATE] * longest), weight)
 
     def rates(self, expected: Sequence[float], weight: float = EXPECTED_WEIGHT) -> list[float]:
         """Return acceptance by position, given that it was reached, for the positions of ``expected``.

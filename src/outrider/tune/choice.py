@@ -11,7 +11,6 @@ from operator import mul
 from typing import NamedTuple
 
 from outrider.runner.cost_book import RoundCosts
-from outrider.tune.acceptance import OPTIMISTIC_RATE
 from outrider.tune.sharing import Allocation
 from outrider.tune.track import TrackedBatch, rows_by_depth
 from outrider.types import DraftPrices
@@ -38,31 +37,32 @@ def choose(batch: TrackedBatch, costs: RoundCosts, before: list[int], lengths: S
     ``is_optimistic``: drafting stops only if it would not pay at the optimistic costs of later rounds either.
     """
     allocation = _allocation(batch, costs, lengths[-1])
-    plain = len(before) / costs.plain
+    plain_speed = len(before) / costs.plain
     speed, lens = _best(batch, allocation, lengths)
-    may_pay = is_optimistic and replace(allocation, costs=costs.at_best).best_uniform(lengths)[0] > HYSTERESIS * plain
-    kept = allocation.speed(before) if any(before) else plain
-    if max(speed, plain) < HYSTERESIS * kept and (any(before) or not may_pay):
-        speed, lens = kept, before
-    if speed <= plain and not may_pay:
+    may_pay = is_optimistic and replace(allocation, costs=costs.at_best).best_uniform(lengths)[0] > HYSTERESIS * plain_speed
+    kept_speed = allocation.speed(before) if any(before) else plain_speed
+    if max(speed, plain_speed) < HYSTERESIS * kept_speed and (any(before) or not may_pay):
+        speed, lens = kept_speed, before
+    if speed <= plain_speed and not may_pay:
         lens = [0] * len(before)
-    speed = max(speed, plain)
-    return Choice(lens, speed / plain, _prices(allocation, speed, max(lens)))
+    speed = max(speed, plain_speed)
+    return Choice(lens, speed / plain_speed, _prices(allocation, speed, max(lens)))
 
 
 def _allocation(batch: TrackedBatch, costs: RoundCosts, longest: int) -> Allocation:
     """Return what drafts up to ``longest`` gain and take."""
-    expected, gains, made, catch_up = [OPTIMISTIC_RATE] * longest, [], [], []
+    gains, made_rates, catch_up = [], [], []  # per request
     for b, (track, request) in enumerate(zip(batch.tracks, batch.requests, strict=True)):
-        own, limit = request.num_draft_tokens if request.may_draft else 0, batch.context.limits[b]
-        gains.append(track.gains(expected, longest if own is None else own))  # at most its own K
-        made.append(track.made_rates(longest))
+        own_k, limit = request.num_draft_tokens if request.may_draft else 0, batch.context.limits[b]
+        gains.append(track.gains(longest, longest if own_k is None else own_k))
+        made_rates.append(track.made_rates(longest))
         catch_up.append(batch.costs.catch_up(batch.num_unseen(b)) / min(PREFILL_HORIZON, 1 + limit))
-    # The mean draft is shorter than requested where the proposer stops early, and takes less time and rows.
-    lasting = [sum(chances) / len(made) for chances in zip(*[accumulate([1.0, *each[1:]], mul) for each in made], strict=True)]
-    rows, depths = [*map(mul, rows_by_depth(batch.num_nodes, longest), lasting)], [*accumulate(lasting, initial=0.0)]
-    grammar_rate = sum([track.grammar_rate for track in batch.tracks]) / len(made)
-    return Allocation(gains, [each[0] for each in made], rows, catch_up, costs, grammar_rate, depths)
+    # A proposer that stops early takes less time and fewer rows: the mean share of its drafts that get to each depth.
+    shares_by_request = [accumulate([1.0, *rates[1:]], mul) for rates in made_rates]
+    shares = [sum(each) / len(made_rates) for each in zip(*shares_by_request, strict=True)]
+    rows, depths = [*map(mul, rows_by_depth(batch.num_nodes, longest), shares)], [*accumulate(shares, initial=0.0)]
+    grammar_rate = sum([track.grammar_rate for track in batch.tracks]) / len(batch.tracks)
+    return Allocation(gains, [rates[0] for rates in made_rates], rows, catch_up, costs, grammar_rate, depths)
 
 
 def _best(batch: TrackedBatch, allocation: Allocation, lengths: Sequence[int]) -> tuple[float, list[int]]:
@@ -84,12 +84,12 @@ def _prices(allocation: Allocation, speed: float, k: int) -> DraftPrices:
     return DraftPrices(speed * step, speed * max(widening, 0.0) / (batch * depth))
 
 
-def candidates(longest_so_far: int, max_k: int) -> list[int]:
+def candidate_lengths(longest_so_far: int, max_k: int) -> list[int]:
     """Return the lengths above 0 that may be requested now, in ascending order: up to about twice the longest draft so far."""
     return sorted({k for k in (*LENGTHS, max_k) if k <= min(2 * longest_so_far + 1, max_k)})
 
 
-def best_alike(
+def best_common_k(
     gains: list[float], batch: int, costs: RoundCosts, num_nodes: Callable[[int], int], lengths: Sequence[int]
 ) -> tuple[float, int]:
     """Return the best speed, and its K, of a batch of requests with the same ``gains`` whose drafts are all made."""

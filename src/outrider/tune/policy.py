@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from outrider.runner.cost_book import CostBook, MethodCosts
-from outrider.tune.acceptance import OPTIMISTIC_RATE, Acceptance
-from outrider.tune.choice import Choice, best_alike, candidates, choose
+from outrider.tune.acceptance import Acceptance
+from outrider.tune.choice import Choice, best_common_k, candidate_lengths, choose
 from outrider.tune.probes import Budget, Probes
 from outrider.tune.track import DECAY, IDLE_DECAY, Track, TrackedBatch
 from outrider.types import Context, DraftPrices, Request, Round
@@ -96,9 +96,9 @@ class DraftLengthPolicy:
         costs = self._costs[request.params.is_greedy].round_costs(batch, len(request.token_ids))
         if costs is None:
             return True
-        lengths = candidates(self._longest_so_far, self.max_k)
-        gains = self._track(request).gains([OPTIMISTIC_RATE] * lengths[-1], lengths[-1])
-        speed, _ = best_alike(gains, batch, costs, self._num_nodes, lengths)
+        lengths = candidate_lengths(self._longest_so_far, self.max_k)
+        gains = self._track(request).gains(lengths[-1], lengths[-1])
+        speed, _ = best_common_k(gains, batch, costs, self._num_nodes, lengths)
         return speed > batch / costs.plain
 
     # --- the lengths of a round ---------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class DraftLengthPolicy:
             self._choice = Choice([0] * len(before))
             return
         self._is_trial &= self._num_drafted < TRIAL_ROUNDS and self._budget.left >= 1
-        lengths = candidates(self._longest_so_far, self.max_k)
+        lengths = candidate_lengths(self._longest_so_far, self.max_k)
         self._choice = choose(batch, costs, before, lengths, is_optimistic=self._is_trial and not batch.has_grammars)
         if self._k:
             self._probes.wait = 0
@@ -245,11 +245,11 @@ class DraftLengthPolicy:
             track = self._batch.tracks[b]
             track.num_seen = len(self._requests[b].token_ids)
             num_drafts, num_accepted = round_.depths[b], round_.num_accepted[b]
-            track.add_own(round_.proposed_depths[b], num_drafts)
+            track.add_proposed(round_.proposed_depths[b], num_drafts)
             if round_.proposed_depths[b] and not num_drafts:  # all forced: they say nothing of its other drafts
                 continue
             if num_drafts:
-                track.shared.compare(track.own, num_accepted > 0)
+                track.shared.learn_alike(track.own, num_accepted > 0)
                 track.own.fade(DECAY)
                 track.shared.fade(SHARED_DECAY)
             # How long the proposer's drafts are is not known where a grammar forces some of them.

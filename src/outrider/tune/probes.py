@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from outrider.tune.choice import best_alike
+from outrider.tune.choice import best_common_k
 from outrider.tune.track import TrackedBatch, rows_by_depth
 from outrider.types import Round
 
@@ -90,7 +90,7 @@ class Probes:
         if costs is None:  # costs were reset since the last decision: measure a plain round first
             return 0, 0.0
         size, lengths = len(batch.tracks), range(1, min(MAX_PROBE, self._max_k) + 1)
-        _, k = best_alike([PROBE_RATE**depth for depth in lengths], size, costs, batch.num_nodes, lengths)
+        _, k = best_common_k([PROBE_RATE**depth for depth in lengths], size, costs, batch.num_nodes, lengths)
         lens = batch.zero_left_out([sum(rows_by_depth(batch.num_nodes, k))] * size)
         seconds = batch.costs.round(k, lens, k, len(rows), batch.context.cache_len)
         seconds += batch.costs.catch_up(sum([batch.num_unseen(b) for b in rows]))

@@ -22,37 +22,33 @@ class Track:
     shared: Acceptance  # shared by requests with its temperature
     own: Acceptance
     num_seen: int = 0  # committed tokens at the last call of the proposer
-    # Decaying counts: rows of a grammar's drafts, all other tokens of these rounds; the proposer's drafts, those not forced.
-    grammar_rows: float = 0.0
-    free_tokens: float = 0.0
-    num_own: float = 0.0
-    num_free: float = 0.0
+    # Decaying counts:
+    grammar_rows: float = 0.0  # drafts of a grammar
+    other_tokens: float = 0.0  # all other tokens of these rounds
+    num_proposed: float = 0.0  # the proposer's drafts
+    num_unforced: float = 0.0  # those of them that a grammar does not force
 
-    def gains(self, expected: Sequence[float], most: int) -> list[float]:
+    def gains(self, longest: int, most: int) -> list[float]:
         """Return, per depth, the probability that a draft there is accepted, given that the proposer makes a first one.
 
-        0 beyond ``most``. ``expected``: acceptance by depth of a request without counts.
-
-        Drafts that a grammar forces add none: depths and values are scaled by the share of drafts that are free.
+        It is 0 beyond ``most``. Drafts that a grammar forces gain nothing: depths and values are scaled by the share of others.
         """
-        gains = list(accumulate(self.shared.request_rates(self.own, expected), mul))
-        share = self.num_free / self.num_own if self.num_own else 1.0
-        gains = [share * gains[int(share * depth)] for depth in range(len(gains))]
-        most = max(most, 0)
-        return gains[:most] + [0.0] * len(gains[most:])
+        gains = list(accumulate(self.shared.request_rates(self.own, longest), mul))
+        share = self.num_unforced / self.num_proposed if self.num_proposed else 1.0
+        return [share * gains[int(share * depth)] if depth < most else 0.0 for depth in range(len(gains))]
 
     @property
     def grammar_rate(self) -> float:
         """Return the rows that its grammar adds to passes for each other token: a property of the text, whatever K is."""
-        return self.grammar_rows / self.free_tokens if self.grammar_rows else 0.0
+        return self.grammar_rows / self.other_tokens if self.grammar_rows else 0.0
 
     def add_grammar(self, num_rows: int, num_others: int) -> None:
         self.grammar_rows = DECAY * self.grammar_rows + num_rows
-        self.free_tokens = DECAY * self.free_tokens + num_others
+        self.other_tokens = DECAY * self.other_tokens + num_others
 
-    def add_own(self, num_own: int, num_free: int) -> None:
-        self.num_own = DECAY * self.num_own + num_own
-        self.num_free = DECAY * self.num_free + num_free
+    def add_proposed(self, num_proposed: int, num_unforced: int) -> None:
+        self.num_proposed = DECAY * self.num_proposed + num_proposed
+        self.num_unforced = DECAY * self.num_unforced + num_unforced
 
     def made_rates(self, longest: int) -> list[float]:
         return self.own.made_rates(self.shared.made_rates([1.0] * longest))

@@ -63,13 +63,13 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     return values.flatten(0, 1).index_select(0, index + offsets)
 
 
-def within(values: Tensor, lens: Tensor, other: int = 0) -> Tensor:
-    """Return values [B, N] with ``other`` after the first ``lens`` [B] of each row."""
+def fill_padding(values: Tensor, lens: Tensor, fill: int = 0) -> Tensor:
+    """Return values [B, N] with ``fill`` after the first ``lens`` [B] of each row."""
     width = values.shape[1]
     if min(lens.tolist()) == width:
         return values
     steps = torch.arange(width, device=values.device)
-    return values.where(steps < lens.to(values.device).unsqueeze(-1), other)
+    return values.where(steps < lens.to(values.device).unsqueeze(-1), fill)
 
 
 def chain_verdict(num_accepted: Tensor, next_token: Tensor) -> Verdict:

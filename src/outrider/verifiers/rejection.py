@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, next_token_probs, residual, within
+from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, fill_padding, next_token_probs, residual
 
 
 class RejectionVerifier(Verifier):
@@ -36,7 +36,7 @@ def _verify_chain(proposal: Proposal, target_probs: Tensor, random: Randomness) 
     chances = target_probs.gather(-1, drafts)  # acceptance probability of a point mass
     if proposal.probs is not None:
         chances = accept_prob(chances, proposal.probs.gather(-1, drafts))
-    is_accepted = random.bernoulli(within(chances.squeeze(-1), proposal.lens))
+    is_accepted = random.bernoulli(fill_padding(chances.squeeze(-1), proposal.lens))
     num_accepted = is_accepted.cumprod(dim=-1).sum(dim=-1)  # [B]
     return chain_verdict(num_accepted, random.categorical(next_token_probs(proposal, target_probs, num_accepted)))
 
