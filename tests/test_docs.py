@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from tiny_folder import make_folder
@@ -86,19 +87,26 @@ def test_the_example_proposer_knows_its_sentences_without_the_tokenizers_first_t
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = begin  # as in Llama 3 and Gemma
-    tokenizer.save_pretrained(tmp_path)
+    make_folder(tmp_path, tokenizer=tokenizer)
     scope = runpy.run_path(str(ROOT / "examples" / "custom_proposer.py"))
-    found: list[list[int]] = []
+    made: list[LLM] = []
 
-    def known(sentences: list[list[int]]) -> None:
-        found.extend(sentences)
-        raise OutriderError("no model is needed")
+    def recorded(*given: Any, **options: Any) -> LLM:
+        made.append(LLM(*given, **options))
+        return made[-1]
 
-    monkeypatch.setitem(scope["main"].__globals__, "KnownAnswers", known)
-    with pytest.raises(OutriderError, match="no model is needed"):
-        scope["main"](str(tmp_path))
-    assert AutoTokenizer.from_pretrained(tmp_path).encode("I")[0] == tokenizer.bos_token_id
-    assert len(found) == 3 and not any(tokenizer.bos_token_id in sentence for sentence in found)
+    monkeypatch.setitem(scope["main"].__globals__, "LLM", recorded)
+    scope["main"](str(tmp_path))
+    assert made[0].tokenizer.encode("I")[0] == tokenizer.bos_token_id
+    sentences = made[0].proposer.sentences
+    assert len(sentences) == 3 and not any(tokenizer.bos_token_id in sentence for sentence in sentences)
+
+
+def test_the_examples_import_public_names_only() -> None:
+    """``outrider`` exports them all."""
+    for file in [ROOT / "README.md", *(ROOT / "examples").glob("*.py")]:
+        modules = re.findall(r"^\s*(?:from|import) (outrider\S*)", file.read_text(), re.M)
+        assert modules and set(modules) == {"outrider"}, file.name
 
 
 def test_every_example_is_tested() -> None:
