@@ -148,6 +148,13 @@ def test_links_and_files_named_in_the_documentation_exist() -> None:
     assert not missing
 
 
+def test_one_round_is_shown_in_a_dozen_files() -> None:
+    _, section = (ROOT / "docs" / "structure.md").read_text().split("in twelve files\n")
+    steps = section.split("\nAround them")[0]
+    files = re.findall(r"`((?:\w+/)?\w+\.py)`", steps)
+    assert len(set(files)) == 12 and all((ROOT / "src" / "outrider" / file).exists() for file in files)
+
+
 def test_anchors_and_options_named_in_the_documentation_exist() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
     anchors = {page.resolve(): {anchor(line) for line in re.findall(r"^#+ (.*)$", page.read_text(), re.M)} for page in pages}
