@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -54,6 +55,14 @@ def test_every_result_names_its_commit_and_its_processor(make: ModuleType) -> No
     assert {name for name, result in found.items() if make.processor(result) is None} == WITHOUT_PROCESSOR
 
 
+def test_every_result_is_cited() -> None:
+    """By a page other than the generated one, or by a row of README."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "results.md"]
+    text = "".join(page.read_text() for page in [SCRIPT, ROOT / "README.md", *pages])
+    cited = {name.removesuffix(".json") for name in re.findall(r'[`"/ ]([\w.-]+)[`"]', text)}
+    assert {path.stem for path in (ROOT / "results").glob("*.json")} <= cited
+
+
 def test_rows_of_fewer_prompts_say_so(make: ModuleType) -> None:
     found = make.documents(ROOT / "results")
     rows = [row for row in make.README_ROWS if make.topic(found[row.file]) == "Methods"]
@@ -69,7 +78,7 @@ def test_a_wrong_ratio_is_found(make: ModuleType) -> None:
     assert make.wrong_ratios(f"{head}{right}\n\n| another | table |\n{wrong}") == []
 
 
-@pytest.mark.parametrize("line", ["It is 2.3x faster.", "up to 5x", "109 tok/s at best", "some 20 tokens a second"])
+@pytest.mark.parametrize("line", ["It is 2.3x faster.", "up to 5x", "109 tok/s at best", "some 20 tokens a second", "1.08 times as fast"])
 def test_a_speed_written_by_hand_is_found(make: ModuleType, line: str) -> None:
     assert make.stray_figures(f"before\n{line}\nafter") == [line]
     assert make.stray_figures(f"{make.BEGIN}\n{line}\n{make.END}") == []
