@@ -134,6 +134,13 @@ def test_commands_that_compare_methods_do_not_offer_the_baseline(command: str) -
     assert "plain" not in methods and "draft, cross-tokenizer" in methods
 
 
+def test_an_audit_offers_no_stop_conditions() -> None:
+    """It would ignore them."""
+    _, rest = (ROOT / "docs" / "cli.md").read_text().split("## outrider audit\n")
+    section = rest.split("\n## ")[0]
+    assert "`--max-tokens`" in section and not re.findall("`--(?:stop|min-tokens|ignore-eos)`", section)
+
+
 def test_links_and_files_named_in_the_documentation_exist() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
     missing = []
