@@ -8,12 +8,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from bench_documents import cell, document
+from rich.console import Console
+
+from outrider.audit.tables import certificates
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs" / "make_results.py"
@@ -61,6 +65,22 @@ def test_every_result_is_cited() -> None:
     text = "".join(page.read_text() for page in [SCRIPT, ROOT / "README.md", *pages])
     cited = {name.removesuffix(".json") for name in re.findall(r'[`"/ ]([\w.-]+)[`"]', text)}
     assert {path.stem for path in (ROOT / "results").glob("*.json")} <= cited
+
+
+def test_the_audit_page_shows_the_certificates_of_the_file() -> None:
+    found = json.loads((ROOT / "results" / "audit-family.json").read_text())
+    out = StringIO()
+    Console(file=out, width=120).print(certificates(found))
+    rows = [line.split() for line in out.getvalue().splitlines() if line.strip()]
+    page = [line.split() for line in (ROOT / "docs" / "audit.md").read_text().splitlines()]
+    assert len(rows) > len(found["methods"]) and [row for row in rows if row not in page] == []
+
+
+def test_the_page_of_faults_shows_the_file() -> None:
+    rows = json.loads((ROOT / "results" / "faults.json").read_text())["faults"]
+    columns = ("fault", "promise", "verdict", "seen")
+    lines = ["| " + " | ".join(row[name].replace("|", "/") for name in columns) + " |" for row in rows]
+    assert (ROOT / "docs" / "faults.md").read_text().splitlines()[-len(rows) :] == lines
 
 
 def test_rows_of_fewer_prompts_say_so(make: ModuleType) -> None:
