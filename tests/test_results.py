@@ -98,7 +98,9 @@ def test_a_wrong_ratio_is_found(make: ModuleType) -> None:
     assert make.wrong_ratios(f"{head}{right}\n\n| another | table |\n{wrong}") == []
 
 
-@pytest.mark.parametrize("line", ["It is 2.3x faster.", "up to 5x", "109 tok/s at best", "some 20 tokens a second", "1.08 times as fast"])
+@pytest.mark.parametrize(
+    "line", ["It is 2.3x faster.", "up to 5x", "109 tok/s at best", "some 20 tokens a second", "1.08 times as fast"]
+)
 def test_a_speed_written_by_hand_is_found(make: ModuleType, line: str) -> None:
     assert make.stray_figures(f"before\n{line}\nafter") == [line]
     assert make.stray_figures(f"{make.BEGIN}\n{line}\n{make.END}") == []
