@@ -450,7 +450,8 @@ def stray_figures(text: str) -> list[str]:
     """Return the lines outside of code and generated blocks that contain a speed or a speedup."""
     text = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", "", text, flags=re.DOTALL)
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    figure = re.compile(r"(?<![\w.`])\d+(?:\.\d+)?x\b|\d\s*(?:tok/s|tokens/s|tokens (?:a|per) second)")
+    speeds = r"(?<![\w.`])\d+(?:\.\d+)?x\b|\d\s*(?:tok/s|tokens/s|tokens (?:a|per) second)"
+    figure = re.compile(rf"{speeds}|\d\.\d+ (?:times (?:as fast|the speed)|instead of \d)")
     return [line for line in text.splitlines() if figure.search(line)]
 
 

@@ -3,8 +3,6 @@
 import sys
 
 from outrider import LLM, Context, Proposal, Proposer, SamplingParams, chain_proposal
-from outrider.family import TARGET
-from outrider.runner.tokenizers import load_tokenizer
 
 KNOWN = ["The capital of France is Paris.", "The capital of Italy is Rome.", "I do not know."]
 
@@ -14,8 +12,8 @@ class KnownAnswers(Proposer):
 
     name = "known"
 
-    def __init__(self, sentences: list[list[int]]) -> None:
-        self._sentences = sentences
+    def __init__(self) -> None:
+        self.sentences: list[list[int]] = []  # token ids
 
     def propose(self, context: Context, k: int) -> Proposal:
         return chain_proposal(
@@ -23,7 +21,7 @@ class KnownAnswers(Proposer):
         )
 
     def _rest(self, token_ids: list[int]) -> list[int]:
-        for sentence in self._sentences:
+        for sentence in self.sentences:
             for begun in range(len(sentence) - 1, 0, -1):
                 if token_ids[-begun:] == sentence[:begun]:
                     return sentence[begun:]
@@ -31,9 +29,9 @@ class KnownAnswers(Proposer):
 
 
 def main(target: str | None = None) -> None:
-    tokenizer = load_tokenizer(target or TARGET)
-    proposer = KnownAnswers([tokenizer.encode(" " + sentence, add_special_tokens=False) for sentence in KNOWN])
+    proposer = KnownAnswers()
     llm = LLM(target, proposer=proposer, num_draft_tokens=6)
+    proposer.sentences = [llm.encode(" " + sentence, add_special_tokens=False) for sentence in KNOWN]
     question = "Question: What is the capital of Italy?\nAnswer: The capital"
     completion = llm.generate(question, SamplingParams(max_tokens=16))[0].outputs[0]
     print(completion.text)

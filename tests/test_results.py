@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from bench_documents import cell, document
+from rich.console import Console
+
+from outrider.audit.tables import certificates
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs" / "make_results.py"
@@ -54,6 +59,30 @@ def test_every_result_names_its_commit_and_its_processor(make: ModuleType) -> No
     assert {name for name, result in found.items() if make.processor(result) is None} == WITHOUT_PROCESSOR
 
 
+def test_every_result_is_cited() -> None:
+    """By a page other than the generated one, or by a row of README."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "results.md"]
+    text = "".join(page.read_text() for page in [SCRIPT, ROOT / "README.md", *pages])
+    cited = {name.removesuffix(".json") for name in re.findall(r'[`"/ ]([\w.-]+)[`"]', text)}
+    assert {path.stem for path in (ROOT / "results").glob("*.json")} <= cited
+
+
+def test_the_audit_page_shows_the_certificates_of_the_file() -> None:
+    found = json.loads((ROOT / "results" / "audit-family.json").read_text())
+    out = StringIO()
+    Console(file=out, width=120).print(certificates(found))
+    rows = [line.split() for line in out.getvalue().splitlines() if line.strip()]
+    page = [line.split() for line in (ROOT / "docs" / "audit.md").read_text().splitlines()]
+    assert len(rows) > len(found["methods"]) and [row for row in rows if row not in page] == []
+
+
+def test_the_page_of_faults_shows_the_file() -> None:
+    rows = json.loads((ROOT / "results" / "faults.json").read_text())["faults"]
+    columns = ("fault", "promise", "verdict", "seen")
+    lines = ["| " + " | ".join(row[name].replace("|", "/") for name in columns) + " |" for row in rows]
+    assert (ROOT / "docs" / "faults.md").read_text().splitlines()[-len(rows) :] == lines
+
+
 def test_rows_of_fewer_prompts_say_so(make: ModuleType) -> None:
     found = make.documents(ROOT / "results")
     rows = [row for row in make.README_ROWS if make.topic(found[row.file]) == "Methods"]
@@ -69,7 +98,9 @@ def test_a_wrong_ratio_is_found(make: ModuleType) -> None:
     assert make.wrong_ratios(f"{head}{right}\n\n| another | table |\n{wrong}") == []
 
 
-@pytest.mark.parametrize("line", ["It is 2.3x faster.", "up to 5x", "109 tok/s at best", "some 20 tokens a second"])
+@pytest.mark.parametrize(
+    "line", ["It is 2.3x faster.", "up to 5x", "109 tok/s at best", "some 20 tokens a second", "1.08 times as fast"]
+)
 def test_a_speed_written_by_hand_is_found(make: ModuleType, line: str) -> None:
     assert make.stray_figures(f"before\n{line}\nafter") == [line]
     assert make.stray_figures(f"{make.BEGIN}\n{line}\n{make.END}") == []

@@ -142,8 +142,8 @@ def files_of_quantisation(repo_id: str, names: Sequence[str], quantisation: str 
     if models is None:
         untyped = sorted(parts[0] for parts in found.pop("", {}).values())
         content = f"it has {', '.join([*sorted(found), *untyped]) or 'no GGUF files of models'}"
-        said = f"no file of {quantisation}" if quantisation else f"none of {', '.join(USUAL)}: name one as {repo_id}:TYPE"
-        raise OutriderError(f"{repo_id} has {said}; {content}")
+        lack = f"no file of {quantisation}" if quantisation else f"none of {', '.join(USUAL)}: name one as {repo_id}:TYPE"
+        raise OutriderError(f"{repo_id} has {lack}; {content}")
     shortest = min(models, key=len)
     if not all(shortest.lower() in name.lower() for name in models):
         files = ", ".join(parts[0] for parts in models.values())

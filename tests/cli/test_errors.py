@@ -270,6 +270,7 @@ def test_a_prompt_that_is_not_utf_8_is_found_before_loading(
         ("--max-len", "0", "max-len"),
         ("--temperature", "hot", "invalid --temperature 'hot': expected a finite number"),
         ("--frobnicate", "1", "frobnicate"),
+        ("--k", "4", "No such option: --k (use -k)"),  # not --top-k
     ],
 )
 def test_option_values_out_of_range(outrider: Run, target: Path, option: str, value: str, word: str) -> None:

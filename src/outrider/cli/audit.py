@@ -53,8 +53,7 @@ outrider audit --same-text --method all -k 1,3,5,8 --batch 1,4 --prompts HumanEv
 """
 MAX_BATCH = 256  # sequences per batch by default
 TEMPERATURE, COUPLED_TEMPERATURE = 1.0, 0.8  # defaults; the second with --same-text
-# Settings without effect on an audit, or without an option.
-UNUSED_SETTINGS = ("max_tokens", "min_tokens", "logit_bias", "stop", "ignore_eos")
+UNUSED_SETTINGS = ("max_tokens", "logit_bias")  # reported apart; no option
 MEMORY = 1 << 30  # bytes of KV cache for the sequences of a batch
 PROMPTS = (  # short, and each repeats a phrase, so that text-based methods draft too
     "one two three, one two three, one two",
@@ -102,6 +101,10 @@ class SampleOptions(SamplingOptions):
     temperature: float | None = given(
         SamplingParams, more=f"(default: {TEMPERATURE:g}; with --same-text: {COUPLED_TEMPERATURE})."
     )
+    # An audit has no stop conditions: these are no options of it.
+    stop: list[str] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
 
 
 @with_groups
@@ -121,8 +124,6 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     check_counts(batch=min(batches))
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
         raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
-    if sampling.stop or sampling.ignore_eos or sampling.min_tokens:
-        raise OutriderError("an audit has no stop conditions: omit --stop, --ignore-eos and --min-tokens")
     temperature = COUPLED_TEMPERATURE if models.same_text else TEMPERATURE
     params = sampling.params(temperature=temperature)
     texts = read_prompts(options, models.same_text)
@@ -229,7 +230,7 @@ def texts_in_memory(llm: LLM, num_tokens: int) -> int:
 
 
 def settings_of(params: SamplingParams) -> dict[str, Any]:
-    """Return the temperature and all non-default sampler settings. Stop conditions are not used in an audit."""
+    """Return the temperature and all non-default sampler settings."""
     kept = {name: value for name, value in values_given(params).items() if name not in UNUSED_SETTINGS}
     return {"temperature": params.temperature} | kept
 

@@ -41,7 +41,7 @@ class Export:
     environment: Mapping[str, str] = field(default_factory=dict)
     needs_outrider: bool = False  # whether the engine's Python environment needs Outrider
     notes: Sequence[str] = ()  # differences from Outrider
-    num_drafts: int = 0  # per round, as the engine is told
+    num_drafts: int = 0  # per round, in the engine's config
 
 
 class Engine(ABC):

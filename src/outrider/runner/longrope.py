@@ -114,10 +114,10 @@ def original_window(module: Any) -> int | None:
     """
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):
-        told = [module.config.rope_parameters[layers] for layers, kind in kinds.items() if kind == "longrope"]
+        scalings = [module.config.rope_parameters[layers] for layers, kind in kinds.items() if kind == "longrope"]
     else:
-        told = [module.config.rope_parameters] if kinds == "longrope" else []
-    return min((int(each["original_max_position_embeddings"]) for each in told), default=None)
+        scalings = [module.config.rope_parameters] if kinds == "longrope" else []
+    return min((int(each["original_max_position_embeddings"]) for each in scalings), default=None)
 
 
 def usual_window(model: PreTrainedModel, window: int) -> int:

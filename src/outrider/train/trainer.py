@@ -143,8 +143,8 @@ class Trainer:
             self.elapsed = state["elapsed"]
             changed = [CHANGEABLE_SETTINGS[name] for name, value in state["pace"].items() if value != getattr(self.plan, name)]
         if changed:
-            said = "%s: resuming with another %s: the weights will differ from those of a run in one piece"
-            logger.warning(said, self.name, " and ".join(changed))
+            message = "%s: resuming with another %s: the weights will differ from those of a run in one piece"
+            logger.warning(message, self.name, " and ".join(changed))
 
     def train_step(self) -> dict[str, Any]:
         """Run one update; return its point of the curve."""

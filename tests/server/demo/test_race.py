@@ -22,7 +22,7 @@ from outrider.verifiers.rejection import RejectionVerifier
 
 from .conftest import serving
 
-WANTED = RaceRequest(prompt="def add(first, second):\n", method="draft", k=4, max_tokens=60, seed=5)
+WANTED = RaceRequest(prompt="def add(first, second):\n", method="draft", num_draft_tokens=4, max_tokens=60, seed=5)
 
 
 def but(**changes: Any) -> RaceRequest:
@@ -45,7 +45,7 @@ def text_of(events: Sequence[dict[str, Any]], lane: str) -> str:
 @pytest.mark.parametrize("k", [0, 1, 4, "auto"])
 @pytest.mark.parametrize("method", ["draft", "ngram"])
 def test_greedy_lanes_emit_the_same_tokens(track: Track, method: str, k: int | str) -> None:
-    events = run(track, but(method=method, k=k))
+    events = run(track, but(method=method, num_draft_tokens=k))
     assert events[0]["type"] == "started" and events[-1]["type"] == "finished"
     assert events[-1]["first_difference"] is None and events[-1]["faults"] == 0
     for lane in ("plain", "speculative"):

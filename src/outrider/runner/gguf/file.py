@@ -241,8 +241,8 @@ class GgufFile:
         for name in HEAD_DIM_ENTRIES:
             value = self.model_entry(name)
             if name not in read and value not in (None, head_dim):
-                said = f"{self.architecture}.{name}={value} is not supported, expected {head_dim}, the size of a head"
-                raise OutriderError(f"{self.path}: {said}: {advice}")
+                problem = f"{self.architecture}.{name}={value} is not supported, expected {head_dim}, the size of a head"
+                raise OutriderError(f"{self.path}: {problem}: {advice}")
 
     def config(self) -> PreTrainedConfig:
         """Return the config that the entries state. Raises ``OutriderError`` for entries that are unknown or implausible."""
@@ -286,8 +286,8 @@ class GgufFile:
             given = dict.fromkeys((*architecture.none_if_missing, "eos_token_id")) | given
             config: PreTrainedConfig = CONFIG_MAPPING[architecture.model_type].from_dict(given)
         except Exception as error:  # a header may say anything, and config classes check their values in their own ways
-            said = f"lacks {error}" if isinstance(error, KeyError) else f"is not that of a model ({first_line(error)})"
-            raise OutriderError(f"{self.path}: its header {said}") from error
+            problem = f"lacks {error}" if isinstance(error, KeyError) else f"is not that of a model ({first_line(error)})"
+            raise OutriderError(f"{self.path}: its header {problem}") from error
         self.refuse_unknown_entries(read)
         return config
 

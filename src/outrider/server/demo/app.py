@@ -62,7 +62,7 @@ class Demo:
         """Return the application. ``address``: on which the server listens."""
         routes = [
             Route("/", self._index),
-            Route("/api/about", self._tell),
+            Route("/api/about", self._describe),
             Route("/api/race", self._race, methods=["POST"]),
             Mount("/page", StaticFiles(directory=PAGE)),
         ]
@@ -73,7 +73,7 @@ class Demo:
     async def _index(self, request: Request) -> Response:
         return Response((PAGE / "index.html").read_bytes(), media_type="text/html")
 
-    async def _tell(self, request: Request) -> Response:
+    async def _describe(self, request: Request) -> Response:
         limits = {"prompt_chars": MAX_PROMPT, "max_tokens": MAX_TOKENS}
         track = self._track
         of_track = {"methods": track.methods, "lossless": track.is_lossless, "same_text": track.is_same_text}

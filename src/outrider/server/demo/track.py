@@ -42,7 +42,7 @@ class RaceRequest(Body):
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT)]
     method: str
-    k: Annotated[int, Field(ge=0, le=MAX_DRAFTS)] | Literal["auto"] = 4  # drafts per round
+    num_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFTS)] | Literal["auto"] = 4
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     accuracy: Annotated[float, Field(ge=0, le=1)] = 1.0  # share of drafts that are not replaced by wrong tokens
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 128
@@ -110,7 +110,7 @@ class Track:
         proposer = engine.proposer
         assert isinstance(proposer, Degraded)
         proposer.accuracy = wanted.accuracy
-        speculation = replace(self.llm.speculation, num_draft_tokens=wanted.k)
+        speculation = replace(self.llm.speculation, num_draft_tokens=wanted.num_draft_tokens)
         engine.policy = build_policy(speculation, self.llm.runner, proposer)  # each race starts with an untrained policy
         params = SamplingParams(max_tokens=wanted.max_tokens, temperature=wanted.temperature, seed=wanted.seed, ignore_eos=True)
         race = Race({PLAIN: self._plain, SPECULATIVE: engine}, prompt, params)

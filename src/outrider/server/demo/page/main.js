@@ -35,7 +35,7 @@ function readForm() {
   return {
     prompt: byId("prompt").value,
     method: byId("method").value,
-    k: byId("auto").checked ? "auto" : Number(byId("k").value),
+    num_draft_tokens: byId("auto").checked ? "auto" : Number(byId("k").value),
     temperature: Number(byId("temperature").value),
     accuracy: Number(byId("accuracy").value) / 100,
     max_tokens: Number(byId("length").value),
@@ -152,7 +152,8 @@ function reset() {
   player.clear();
   redraw();
   useRate();
-  const title = wanted.k === "auto" ? "K chosen each round" : `K = ${wanted.k}`;
+  const k = wanted.num_draft_tokens;
+  const title = k === "auto" ? "K chosen each round" : `K = ${k}`;
   const accuracy = wanted.accuracy < 1 ? `, ${Math.round(100 * wanted.accuracy)}% accuracy` : "";
   byId("speculative-title").textContent = `Speculative: ${wanted.method}, ${title}${accuracy}`;
 }
@@ -182,7 +183,8 @@ function drawFigures(figures) {
     expected: times(figures.expected),
   };
   for (const [name, value] of Object.entries(shown)) document.querySelector(`[data-figure=${name}]`).textContent = value;
-  const longest = Math.max(wanted.k === "auto" ? 8 : wanted.k, Math.ceil(figures.mean_k), 1);
+  const k = wanted.num_draft_tokens;
+  const longest = Math.max(k === "auto" ? 8 : k, Math.ceil(figures.mean_k), 1);
   histogram(document.querySelector("#passes .chart"), counts, longest + 1);
   if (figures.alpha === null || figures.cost_ratio === null) return;
   curve(document.querySelector("#formula .chart"), figures, Math.max(8, longest + 2));
