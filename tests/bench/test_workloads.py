@@ -19,7 +19,9 @@ GSM8K = {"question": "2 + 2?", "answer": "#### 4"}
 MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Hello", "again"]}
 SPEC_BENCH = {"question_id": 300, "category": "translation", "turns": ["Translate: Haus"], "reference": ["house"]}
 SPEED_BENCH = {  # as its own tool prepares it
-    **{"question_id": "9", "category": "rag", "src_id": "7", "multiturn": True},
+    "category": "rag",
+    "src_id": "7",
+    "multiturn": True,
     "messages": [{"role": "user", "content": "Where?"}, {"role": "user", "content": "When?"}],
 }
 

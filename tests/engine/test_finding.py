@@ -247,7 +247,9 @@ def test_a_listed_block_drafter_in_the_download_cache_is_used(tmp_path):
     target = tmp_path / "Qwen3-8B"
     block_checkpoints.block_target(vocab_size=VOCAB).save_pretrained(target)
     make_tokenizer().save_pretrained(target)
-    block_checkpoints.write(tmp_path / "head", block_checkpoints.native_config(vocab_size=VOCAB), block_checkpoints.head_tensors())
+    block_checkpoints.write(
+        tmp_path / "head", block_checkpoints.native_config(vocab_size=VOCAB), block_checkpoints.head_tensors()
+    )
     source = cached(tmp_path / "head", "z-lab/Qwen3-8B-DFlash-b16")
     found = chosen(target)
     assert (found.method, found.draft) == ("dflash", str(source)) and "known for the target" in found.why

@@ -99,8 +99,8 @@ def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
     - ``messages``, ``turns`` or ``question``: a conversation, the first of the turns, a question
     - ``prompt``: a text to continue
 
-    Of several turns the first is used. The workload is the benchmark's name, or else the file's; ``workload`` in a line overrides
-    it. Raises ``OutriderError`` with the line number for lines of other formats.
+    Of several turns the first is used. The workload is the benchmark's name, or else the file's; ``workload`` in a line
+    overrides it. Raises ``OutriderError`` with the line number for lines of other formats.
     """
     return [prompt for prompt, _ in entries(Path(path), num_prompts)]
 
