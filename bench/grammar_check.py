@@ -3,8 +3,9 @@
     python bench/grammar_check.py --answers 500 --out results/grammar.json
 
 Each method drafts for the embedded target, or for ``--target``: alone, and as ``grammar+METHOD`` together with the tokens that
-the grammar determines. Methods that the target does not support are listed with the reason. Exit code 1 if an answer is
-invalid, a forbidden draft was scored, or no method was tested. The last line of output is the result as JSON.
+the grammar determines. Every batch also has a request without a grammar. Methods that the target does not support are listed
+with the reason. Exit code 1 if an answer is invalid, a forbidden draft was scored, or no method was tested. The last line of
+output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ SCHEMAS: list[dict[str, Any]] = [
 PROMPTS = ['{"name": "Ada", "born": 1815}\n', "The ship left the harbour", '"""A circle."""\nshape = ', "ab-123\ncd-456\n"]
 TEMPERATURES = (0.0, 0.8, 1.2)
 MAX_TOKENS = 160
+FREE_TOKENS = 20  # of a request without a grammar in each batch
 
 
 class Watch:
@@ -68,12 +70,13 @@ class Watch:
 
     def __call__(self, context: Context, proposal: Proposal, hidden: tuple[int, ...] = ()) -> Scores:
         for b, request in enumerate(context.requests):
+            if request.matcher is None:
+                continue
             drafts = proposal.token_ids[b, : int(proposal.lens[b])].tolist()
             parents = None if proposal.parents is None else proposal.parents[b].tolist()
             output = request.token_ids[request.num_prompt_tokens :]
             for node, draft in enumerate(drafts):
                 parent = node - 1 if parents is None else parents[node]
-                assert request.matcher is not None
                 allowed = request.matcher.allowed(output, path_to(parent, drafts, parents))
                 self.num_drafts += 1
                 self.num_forbidden += allowed is None or not bool(allowed[draft])
@@ -89,13 +92,15 @@ def check(method: str, grammar_drafts: bool, args: argparse.Namespace) -> dict[s
     while count < args.answers:
         schema, temperature = SCHEMAS[count % len(SCHEMAS)], TEMPERATURES[count % len(TEMPERATURES)]
         params = SamplingParams(MAX_TOKENS, temperature, seed=count, grammar=compiler.json(schema))
-        for answer in (generation.outputs[0] for generation in llm.generate(PROMPTS, params)):
+        free = SamplingParams(FREE_TOKENS, temperature, seed=count)
+        generations = llm.generate([*PROMPTS, PROMPTS[0]], [*[params] * len(PROMPTS), free])
+        for answer in (generation.outputs[0] for generation in generations[: len(PROMPTS)]):
             count += 1
             try:
                 jsonschema.validate(json.loads(answer.text), schema)
             except (ValueError, jsonschema.ValidationError) as error:
                 invalid.append(f"{answer.finish_reason}: {answer.text!r}: {str(error).splitlines()[0]}")
-    stats = llm.stats
+    stats, num_sequences = llm.stats, count * (1 + 1 / len(PROMPTS))  # those without a grammar included
     return {
         "answers": count,
         "invalid": len(invalid),
@@ -103,9 +108,9 @@ def check(method: str, grammar_drafts: bool, args: argparse.Namespace) -> dict[s
         "drafts": watch.num_drafts,
         "forbidden_drafts": watch.num_forbidden,
         "draft_acceptance_rate": round(stats.draft_acceptance_rate, 3),
-        "tokens_per_answer": round(stats.num_tokens / count, 2),
-        "rounds_per_answer": round(stats.num_rounds / count, 2),
-        "forced_per_answer": round(stats.num_grammar_tokens / count, 2),
+        "tokens_per_answer": round(stats.num_tokens / num_sequences, 2),
+        "rounds_per_answer": round(stats.num_rounds / num_sequences, 2),
+        "forced_per_answer": round(stats.num_grammar_tokens / num_sequences, 2),
         "faults": stats.faults,
     }
 

@@ -109,6 +109,14 @@ def test_a_vocabulary_that_cannot_be_read_is_not_a_missing_one(name, tmp_path):
     assert "the folder has no" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
+def test_a_folder_without_a_vocabulary_has_no_tokenizer(kind, tmp_path):
+    """For Qwen's model types transformers returns an empty tokenizer, to which every text is empty."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(OutriderError, match=r"the folder has no tokenizer.json, .*: copy the tokenizer's files"):
+        load_tokenizer(tmp_path)
+
+
 def test_tokenizers_without_files_in_common_cannot_be_compared(tmp_path):
     for name, file in (("target", "tekken.json"), ("draft", "tokenizer.json")):
         (tmp_path / name).mkdir()

@@ -83,7 +83,7 @@ def test_measured_values_are_only_defaults():
             r"invalid hidden_states \[2, 'x'\]: expected a list of whole numbers from 0 on \(2,4,6\) or None",
         ),
         ("eagle:acceptance=nan", r"invalid acceptance \[nan\]: expected a list of numbers from 0 to 1"),
-        ("eagle:bits=4", "invalid bits 4: expected 8 or None"),
+        ("eagle:bits=4", "invalid bits 4: expected 8 or 16 or None"),
         ("eagle:nodes=3", "the method has no option nodes"),
         ("eagle:max_nodes=0", "invalid max_nodes 0: expected a whole number, at least 1 or None"),
     ],

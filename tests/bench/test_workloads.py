@@ -12,12 +12,18 @@ from tiny_folder import make_tokenizer
 
 from outrider import OutriderError
 from outrider.bench import workloads
-from outrider.bench.workloads import Prompt
+from outrider.bench.workloads import PLACEHOLDER, Prompt
 
 HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "", "test": ""}
 GSM8K = {"question": "2 + 2?", "answer": "#### 4"}
 MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Hello", "again"]}
 SPEC_BENCH = {"question_id": 300, "category": "translation", "turns": ["Translate: Haus"], "reference": ["house"]}
+SPEED_BENCH = {  # as its own tool prepares it
+    "category": "rag",
+    "src_id": "7",
+    "multiturn": True,
+    "messages": [{"role": "user", "content": "Where?"}, {"role": "user", "content": "When?"}],
+}
 
 
 def write(path: Path, *items: Any) -> Path:
@@ -61,6 +67,8 @@ def test_built_in_prompts_leave_room_in_the_embedded_context() -> None:
         (MT_BENCH, "mt-bench", "", asked("Hello")),
         (SPEC_BENCH, "translation", "", asked("Translate: Haus")),
         ({**SPEC_BENCH, "category": "coding", "src_id": "7", "multiturn": False}, "coding", "", asked("Translate: Haus")),
+        (SPEED_BENCH, "rag", "", asked("Where?")),
+        ({"prompt_id": 1, "prompt": ["Hello", "again"], "category": "writing"}, "mt-bench", "", asked("Hello")),
         ({"problem": "1 + 1", "answer": "2", "level": 1}, "math-500", "", asked("1 + 1")),
         ({"task_id": 2, "text": "Write f.", "code": "", "test_list": []}, "mbpp", "", asked("Write f.")),
         ({"task_id": 2, "prompt": "Write f.", "code": "", "test_list": []}, "mbpp", "", asked("Write f.")),
@@ -101,6 +109,9 @@ def test_gzipped_files_are_read_up_to_the_limit(tmp_path: Path) -> None:
         ('{"turns": []}', '"turns" must be a'),
         ('{"turns": [""], "category": "qa"}', 'the first of "turns"'),
         ('{"turns": ["x"], "category": 3, "src_id": "1"}', '"workload" must be a string'),
+        ('{"prompt": [], "category": "math", "prompt_id": 1}', '"prompt" must be a non-empty list of strings'),
+        ('{"messages": [], "category": "qa", "src_id": "1"}', '"messages" must be a non-empty list'),
+        (f'{{"turns": ["{PLACEHOLDER} USING SPECDEC_BENCH"], "category": "qa", "src_id": "1"}}', "lacks this prompt"),
         ('{"messages": [{"role": "user"}]}', "invalid content None of a message"),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": [{"a": "\\ud800"}]}', '"tools": invalid Unicode'),
         ('{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tokenize": true}}', "without .*tokenize"),

@@ -136,6 +136,9 @@ def test_results_before_loops_are_shown_first() -> None:
 
 
 def test_several_workloads_get_a_table_by_workload_and_method() -> None:
+    pytest.importorskip("matplotlib")
+    from outrider.bench.html import page
+
     result: dict[str, Any] = measured(300.0)
     speedups = {"one": 1.0, "two": 2.0, "three": 4.0}
     result["cells"] = [
@@ -147,8 +150,10 @@ def test_several_workloads_get_a_table_by_workload_and_method() -> None:
     view.print(tables(result)[2])
     rows = [line.split() for line in view.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert ["three", "5.00", "4.00x"] in rows and ["all", "3.33", "2.00x"] in rows
+    assert "<td>three</td><td>5.00 4.00x</td>" in page(result) and "Workloads by methods" in page(result)
     result["cells"] = [cell for cell in result["cells"] if cell["workload"] != "one"]
     assert len(tables(result)) == 2
+    assert "Workloads by methods" not in page(result)
 
 
 def test_the_report_shows_results_before_loops_and_warns() -> None:

@@ -117,6 +117,9 @@ def test_a_head_in_the_targets_checkpoint_is_used(made, tmp_path, said):
     assert llm.proposer.name == "mtp" and llm.drafter == "drafts with MTP head (in the target's checkpoint)"
     assert llm.drafter in said() and len(said()) == 1
     assert greedy(llm) == greedy(loaded(own, method="plain")) and llm.stats.faults == 0
+    own_bytes = sum(tensor.nbytes for name, tensor in load_file(own / "model.safetensors").items() if "mtp_layers" in name)
+    listed = next(iter(finding.candidates(target_files(own))))
+    assert (listed.where, listed.num_bytes) == (finding.OWN, own_bytes)  # not those of the target
 
 
 def test_a_block_drafter_in_the_targets_folder_is_used(tmp_path, said):
@@ -238,6 +241,18 @@ def test_a_known_drafter_in_the_download_cache_is_used(made, target, monkeypatch
     shutil.rmtree(source)
     cached(made / "draft", "Org/small")
     assert chosen(target).why == "drafts with draft model Org/small (known for the target, in the download cache)"
+
+
+def test_a_listed_block_drafter_in_the_download_cache_is_used(tmp_path):
+    target = tmp_path / "Qwen3-8B"
+    block_checkpoints.block_target(vocab_size=VOCAB).save_pretrained(target)
+    make_tokenizer().save_pretrained(target)
+    block_checkpoints.write(
+        tmp_path / "head", block_checkpoints.native_config(vocab_size=VOCAB), block_checkpoints.head_tensors()
+    )
+    source = cached(tmp_path / "head", "z-lab/Qwen3-8B-DFlash-b16")
+    found = chosen(target)
+    assert (found.method, found.draft) == ("dflash", str(source)) and "known for the target" in found.why
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_head_in_fp8_has_the_values_of_its_numbers_and_scales(family, block, t
     expected = mtp_formats.load(tmp_path, target).state_dict()
     rewrite(tmp_path, lambda tensors: tensors.update(stored))
     set_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": block})
-    assert mtp_formats.is_head(tmp_path, target)
+    assert mtp_formats.head_bytes(tmp_path, target)
     found = mtp_formats.load(tmp_path, target).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

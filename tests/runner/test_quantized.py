@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from outrider import native
-from outrider.runner import ModelRunner, RunnerConfig, blocks, kernels, linear
-from outrider.runner.quantized import place_head, quantized_bytes, quantized_copy, round_weights
+from outrider.runner import ModelRunner, RunnerConfig, blocks, kernels, linear, quantized
+from outrider.runner.quantized import quantized_bytes, quantized_copy
 from outrider.types import OutriderError
 
 from .rounds import make_model, untouched
@@ -46,17 +46,26 @@ def test_a_quantised_copy_allocates_the_predicted_memory_and_keeps_the_model(bit
 
 
 @needs_kernels
-def test_an_8_bit_head_approximates_the_head_and_needs_cpu_kernels():
-    config = small_config("llama", hidden_size=64, intermediate_size=128, head_dim=16)
-    runner = ModelRunner.load(untouched(make_model(config)), RunnerConfig())
-    layers = linear.packed_layers(runner.model)
-    x = {layer: torch.randn(7, layer.in_features) for layer in layers}
-    before = {layer: layer(x[layer]) for layer in layers}
-    size = sum(layer.packed.nbytes for layer in layers)
-    round_weights(runner.model, 8)
-    assert all(blocks.is_blocks(layer.packed) for layer in layers)
-    assert sum(layer.packed.nbytes for layer in layers) <= size / 1.8
-    for layer in layers:
-        assert 0 < (layer(x[layer]) - before[layer]).norm() < 0.02 * before[layer].norm()
+@pytest.mark.parametrize(
+    "bits, limit, is_rounded", [(None, 0, True), (None, 1 << 20, False), (8, 1 << 20, True), (16, 0, False)]
+)
+def test_a_head_larger_than_the_limit_gets_8_bits(bits, limit, is_rounded, monkeypatch):
+    """Such a head is read from memory for every draft; 16 bits are kept if the user says so."""
+    monkeypatch.setattr(quantized, "MAX_16_BIT_BYTES", limit)
+    target = ModelRunner.load(untouched(make_model(small_config("llama"))), RunnerConfig()).model
+    head = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+    x = torch.randn(7, 64)
+    exact, size = head(x), sum(weight.nbytes for weight in head.parameters())
+    quantized.place_head(head, target, bits)
+    assert all(blocks.is_blocks(layer.packed) == is_rounded for layer in linear.packed_layers(head))
+    assert (quantized.packed_bytes(head) <= size / 1.8) == is_rounded
+    assert (head(x) - exact).norm() < (0.02 if is_rounded else 1e-5) * exact.norm()
+
+
+def test_8_bits_of_a_head_need_the_kernels(monkeypatch):
+    monkeypatch.setattr(native, "load", lambda: False)
+    monkeypatch.setattr(quantized, "MAX_16_BIT_BYTES", 0)
+    target = ModelRunner.load(untouched(make_model(small_config("llama"))), RunnerConfig()).model
+    quantized.place_head(torch.nn.Linear(64, 64), target, None)
     with pytest.raises(OutriderError, match="leave out bits=8"):
-        place_head(torch.nn.Linear(64, 64), make_model(config), bits=8)
+        quantized.place_head(torch.nn.Linear(64, 64), target, 8)

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.bench.breakdown import MEANING
 from outrider.bench.documents import Cell, at, busy_label, distinct, loop_warnings
-from outrider.bench.tables import MORE, Section, sections
+from outrider.bench.tables import MORE, Section, matrices, sections
 from outrider.errors import how_to_install
 from outrider.types import OutriderError
 
@@ -31,6 +31,8 @@ def page(result: Mapping[str, Any]) -> str:
     cells = shown[0].cells
     note = "The parts of measured minus formula, in units of speedup; latency of whole outputs."
     shown.append(Section("More figures", note, MORE, cells))
+    speeds, *rest = [(each.title, each.note, ["condition", "method", *each.columns], each.rows) for each in shown]
+    by_workload = [("Workloads by methods", each.note, ["workload", *each.methods], each.rows) for each in matrices(cells)]
     return render(
         result,
         title="Outrider benchmark",
@@ -39,7 +41,7 @@ def page(result: Mapping[str, Any]) -> str:
             (_heading(temperature, cells), plots(at(cells, temperature=temperature)))
             for temperature in distinct(cells, "temperature")
         ],
-        tables=[(each.title, each.note, ["condition", "method", *each.columns], each.rows) for each in shown],
+        tables=[speeds, *by_workload, *rest],
         meaning=MEANING,
     )
 

@@ -123,7 +123,7 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     """Return the sections; if there are many workloads, methods by workload."""
     found = sections(result)
     speeds, reasons, *loops = map(_table, found)
-    return [speeds, reasons, *_matrices(found[0].cells), *loops]
+    return [speeds, reasons, *map(_matrix_table, matrices(found[0].cells)), *loops]
 
 
 def _table(section: Section) -> Table:
@@ -132,29 +132,43 @@ def _table(section: Section) -> Table:
     return view
 
 
-def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:
-    """Yield a table for each condition with several workloads: one row per workload, one column per method."""
+class Matrix(NamedTuple):
+    """Workloads by methods in one condition, with mean acceptance lengths and speedups, such as ``2.81 1.90x``."""
+
+    note: str
+    methods: Sequence[str]
+    rows: Sequence[Sequence[str]]  # a workload and its entry for each method; the last row is of all workloads
+
+
+def matrices(cells: Sequence[Cell]) -> Iterator[Matrix]:
+    """Yield a matrix for each condition with several workloads. ``cells``: those of the first section."""
     drafted = [cell for cell in cells if not is_plain(cell) and cell["speedup"]]
     for temperature, batch, busy in dict.fromkeys((cell["temperature"], cell["batch"], cell["busy"]) for cell in drafted):
         found = at(drafted, temperature=temperature, batch=batch, busy=busy)
-        workloads, names = distinct(found, "workload"), list(dict.fromkeys(map(label, found)))
+        workloads, methods = distinct(found, "workload"), list(dict.fromkeys(map(label, found)))
         if len(workloads) < MANY_WORKLOADS:
             continue
-        title = f"tokens per target pass, and speedup; temperature {temperature:g}, batch {batch}"
-        view = table_of(title + (f", {busy_label(busy)}" if busy else ""), *names, keys=("workload",))
-        for workload in workloads:
-            _add_pairs(view, workload, names, at(found, workload=workload))
-        view.add_section()
-        _add_pairs(view, "all", names, found)
-        yield view
+        note = f"tokens per target pass, and speedup; temperature {temperature:g}, batch {batch}"
+        groups = [*((str(workload), at(found, workload=workload)) for workload in workloads), ("all", found)]
+        rows = [
+            [printable(name), *(_pair([cell for cell in group if label(cell) == method]) for method in methods)]
+            for name, group in groups
+        ]
+        yield Matrix(note + (f", {busy_label(busy)}" if busy else ""), methods, rows)
 
 
-def _add_pairs(view: Table, heading: str, names: Sequence[str], cells: Sequence[Cell]) -> None:
-    add_row(view, [heading, *(_pair([cell for cell in cells if label(cell) == name]) for name in names)])
+def _matrix_table(matrix: Matrix) -> Table:
+    view = table_of(matrix.note, *matrix.methods, keys=("workload",))
+    *single, total = matrix.rows
+    for row in single:
+        add_row(view, row)
+    view.add_section()
+    add_row(view, total)
+    return view
 
 
 def _pair(cells: Sequence[Cell]) -> str:
-    """Format mean acceptance length and geometric mean of the speedups, such as ``2.81 1.90x``."""
+    """Format mean acceptance length and geometric mean of the speedups of the cells."""
     if not cells:
         return ""
     speedup = geometric_mean(cell["speedup"] for cell in cells)

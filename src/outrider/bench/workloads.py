@@ -37,6 +37,7 @@ WORKLOADS = {
 ONE_PER_LINE = "expected one JSON object per line"
 CHAT = "chat"
 SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # besides MT-bench's questions
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # SPEED-Bench, where a licence forbids copies
 Message = Mapping[str, Any]  # {"role", "content"}, and "tool_calls" of an assistant
 # Fields of a message that its prompt keeps.
 MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
@@ -93,13 +94,13 @@ def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
     - ``question`` and ``answer``: GSM8K, a question to answer
     - ``problem`` and ``answer``: MATH-500, a problem to solve
     - ``test_list`` with ``text`` or ``prompt``: MBPP, a function to write
-    - ``turns``, ``category`` and ``src_id``: SPEED-Bench (arXiv 2604.09557), whose categories are the workloads
-    - ``turns`` and ``category``: MT-bench, or one of Spec-Bench's tasks; the first turn is used
+    - ``category``, ``src_id`` and ``turns`` or ``messages``: SPEED-Bench (arXiv 2604.09557), whose categories are the workloads
+    - ``category`` and ``turns``: MT-bench, or one of Spec-Bench's tasks; with ``prompt_id`` and ``prompt``: MT-bench
     - ``messages``, ``turns`` or ``question``: a conversation, the first of the turns, a question
     - ``prompt``: a text to continue
 
-    The workload is the benchmark's name, or else the file's; ``workload`` in a line overrides it. Raises ``OutriderError`` with
-    the line number for lines of other formats.
+    Of several turns the first is used. The workload is the benchmark's name, or else the file's; ``workload`` in a line
+    overrides it. Raises ``OutriderError`` with the line number for lines of other formats.
     """
     return [prompt for prompt, _ in entries(Path(path), num_prompts)]
 
@@ -196,11 +197,29 @@ def _asked(field: str) -> Read:
     return read
 
 
-def _first_turn(item: Mapping[str, Any], workload: str) -> Prompt:
-    turns = item["turns"]
-    if not isinstance(turns, list) or not turns:
-        raise Refused('"turns" must be a non-empty list of strings')
-    return Prompt(workload, messages=({"role": "user", "content": _text(turns[0], 'the first of "turns"')},))
+def _first_of(field: str) -> Read:
+    """Return the reader of a format in which ``field`` lists the turns of a user."""
+
+    def read(item: Mapping[str, Any], workload: str) -> Prompt:
+        turns = item[field]
+        if not isinstance(turns, list) or not turns:
+            raise Refused(f'"{field}" must be a non-empty list of strings')
+        text = _text(turns[0], f'the first of "{field}"')
+        return Prompt(workload, messages=({"role": "user", "content": text},))
+
+    return read
+
+
+def _speed_bench(item: Mapping[str, Any], workload: str) -> Prompt:
+    """Read a line of SPEED-Bench: with turns, as published, or with a message for each, as its own tool writes them."""
+    if "turns" in item:
+        found = _first_of("turns")(item, workload)
+    else:
+        messages = item["messages"]
+        found = _conversation({"messages": messages[:1] if isinstance(messages, list) else messages}, workload)
+    if PLACEHOLDER in str(found.messages[0].get("content")):
+        raise Refused("the published file lacks this prompt: prepare it with SPEED-Bench's own tool")
+    return found
 
 
 def _conversation(item: Mapping[str, Any], workload: str) -> Prompt:
@@ -244,10 +263,12 @@ FORMATS: tuple[Format, ...] = (
     (frozenset({"task_id", "prompt"}), lambda item: "humaneval", _continued),
     (frozenset({"question", "answer"}), lambda item: "gsm8k", _asked("question")),
     (frozenset({"problem", "answer"}), lambda item: "math-500", _asked("problem")),
-    (frozenset({"turns", "category", "src_id"}), lambda item: item["category"], _first_turn),
-    (frozenset({"turns", "category"}), _task, _first_turn),
+    (frozenset({"turns", "category", "src_id"}), lambda item: item["category"], _speed_bench),
+    (frozenset({"messages", "category", "src_id"}), lambda item: item["category"], _speed_bench),
+    (frozenset({"turns", "category"}), _task, _first_of("turns")),
+    (frozenset({"prompt", "category", "prompt_id"}), lambda item: "mt-bench", _first_of("prompt")),
     (frozenset({"messages"}), lambda item: "", _conversation),
-    (frozenset({"turns"}), lambda item: "", _first_turn),
+    (frozenset({"turns"}), lambda item: "", _first_of("turns")),
     (frozenset({"prompt"}), lambda item: "", _continued),
     (frozenset({"question"}), lambda item: "", _asked("question")),
 )

@@ -137,7 +137,7 @@ def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidat
     """
     own = _examined(target, target.folder, OWN, lambda spec: spec.comes_with_target)
     if own is not None:
-        yield replace(own, name="", source=None, num_bytes=0)
+        yield replace(own, name="", source=None, num_bytes=0 if own.misfit else own.num_bytes)
     nearby = list(_nearby(target))
     # By precedence; of two EAGLE heads, the one with its method's default name comes first.
     yield from sorted(nearby, key=lambda each: (-each.precedence, each.source.name not in _own_names(), each.name))  # type: ignore[union-attr]
@@ -262,12 +262,12 @@ def _examined(
             found.append(replace(each, misfit=first_line(misfit), is_foreign=isinstance(misfit, DifferentVocabulary)))
             continue
         if recognised is not None:
-            found.append(replace(each, what=recognised.what, share=recognised.share))
+            found.append(replace(each, what=recognised.what, share=recognised.share, num_bytes=recognised.num_bytes or 0))
     if not found:
         return None
     files = gguf_parts(source) if source.is_file() else weight_files(source)
     best = max(found, key=lambda each: (not each.misfit, each.precedence))
-    return replace(best, num_bytes=sum(file.stat().st_size for file in files))
+    return replace(best, num_bytes=best.num_bytes or sum(file.stat().st_size for file in files))
 
 
 def _sized(candidate: Candidate, most: float, least: float = 0.0) -> Candidate:

@@ -103,7 +103,7 @@ class HeadRunner(ABC, Generic[Head]):
     lookahead: int  # see ``KVCache``
 
     def __init__(self, head: Head, target: ModelRunner, bits: int | None = None) -> None:
-        """``bits``: 8, or None for the target's weight type. Raises ``OutriderError`` if 8 bits are not supported."""
+        """``bits``: see ``quantized.place_head``. Raises ``OutriderError`` if 8 bits are not supported."""
         self.head, self.dtype = head, quantized.place_head(head, target.model, bits)
         rotary: Any = head.rotary_emb  # built anew: frequencies rounded to 16 bits give wrong angles after a hundred tokens
         head.rotary_emb = type(rotary)(rotary.config).to(target.device)

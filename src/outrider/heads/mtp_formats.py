@@ -28,6 +28,7 @@ from outrider.heads.checkpoint import (
     write_folder,
 )
 from outrider.heads.mtp import LayerTemplate, MtpHead, built_head
+from outrider.memory import weight_bytes
 from outrider.runner import ModelRunner, gguf, loading
 from outrider.types import OutriderError
 
@@ -93,19 +94,19 @@ def load_any(folder: Path, target: ModelRunner) -> MtpHead | AssistantHead:
     return (assistant.load if assistant.is_assistant(folder) else load)(folder, target)
 
 
-def is_head(folder: Path, target: TargetSizes) -> bool:
-    """Return whether a folder holds a head, by the names of its tensors. Only headers are read.
+def head_bytes(folder: Path, target: TargetSizes) -> int | None:
+    """Return the bytes of the head in a folder, recognised by tensor names; None without one. Only headers are read.
 
     Raises ``OutriderError`` for a head that lacks ``fc``, has another width than the target, or is quantised.
     """
     file = gguf.find(folder)
     if file is not None and not gguf_heads.is_head(file):
-        return mtp_gguf.is_head(file, target)
+        return mtp_gguf.head_bytes(file, target)
     if MTP not in kinds_of(folder):
-        return False
+        return None
     if assistant.is_assistant(folder):
         assistant.check_files(folder, target)
-        return True
+        return weight_bytes(folder)
     layout, prefix = _found_layout(folder, target.num_layers, str(folder))
     with torch.device("meta"):
         files = HeadFiles.of("the head", folder, prefix)
@@ -115,7 +116,7 @@ def is_head(folder: Path, target: TargetSizes) -> bool:
     files.refuse_quantised()
     if files.tensors[name].shape != wanted:
         raise OutriderError(f"{name} has shape {list(files.tensors[name].shape)}, expected {list(wanted)} for this target")
-    return True
+    return sum(tensor.nbytes for tensor in files.tensors.values())
 
 
 def _found_layout(folder: Path, num_layers: int, source: str) -> tuple[Layout, str]:

@@ -39,6 +39,14 @@ def is_head(path: Path, target: TargetSizes) -> bool:
     return True
 
 
+def head_bytes(path: Path, target: TargetSizes) -> int | None:
+    """Return the bytes of the head in a file; None without one. Raises ``OutriderError`` like ``is_head``."""
+    if not is_head(path, target):
+        return None
+    tensors, prefix = gguf.GgufFile.open(path).tensors, f"blk.{target.num_layers}."
+    return sum(tensor.data.nbytes for name, tensor in tensors.items() if name.startswith(prefix))
+
+
 def load(path: Path, target: ModelRunner) -> MtpHead:
     """Read a head for this target, in float32. Raises ``OutriderError`` naming the tensor that is missing or does not fit."""
     if not is_head(path, target):

@@ -25,7 +25,7 @@ from outrider.proposers.portable import Form, Portable
 from outrider.runner import ModelRunner, gguf
 from outrider.runner.loading import context_length, has_own_code, load_config, num_experts, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
-from outrider.runner.quantized import packed_bytes, round_weights
+from outrider.runner.quantized import MAX_16_BIT_BYTES, packed_bytes, round_weights
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import (
     check_same_files,
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 EMBEDDING_MODEL = "modules.json"  # of sentence-transformers
 OTHER_OUTPUT = re.compile(r"For(Sequence|Token)Classification|ForQuestionAnswering|Reward|(?<!LMHead)Model$")  # architectures
-MAX_16_BIT_BYTES = 64 << 20  # bytes of weights: larger drafts are read from memory in each pass, which is shorter with 4 bits
 
 
 class _Clamped(Sequence[int]):

@@ -32,9 +32,9 @@ class HeadConfig(CheckedOptions):
     """Precision of the head."""
 
     bits: int | None = option(
-        int_choice(8),
+        int_choice(8, 16),
         None,
-        "Bits per weight, and per input on CPUs with 8-bit products (default: 16); 8 halves the memory traffic.",
+        "Bits per weight of the head on a CPU, with 8 also per input; 16 keeps its weights (default: 8 above 64 MB, else 16).",
     )
 
 

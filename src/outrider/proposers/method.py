@@ -31,6 +31,7 @@ class Recognised(NamedTuple):
 
     what: str  # description in messages, such as "draft model"
     share: float | None = None  # number of weights / the target's; None for heads
+    num_bytes: int | None = None  # its size, if its files hold more than the draft; None: that of the files
 
 
 @dataclass(frozen=True)

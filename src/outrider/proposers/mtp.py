@@ -51,7 +51,8 @@ class MtpMethod(HeadMethod):
         """Recognise an MTP head of the target's width by its tensors, because a config may still name a head that quantisation
         removed.
         """
-        return Recognised("MTP head") if mtp_formats.is_head(folder, target) else None
+        num_bytes = mtp_formats.head_bytes(folder, target)
+        return None if num_bytes is None else Recognised("MTP head", num_bytes=num_bytes)
 
 
 METHOD = MtpMethod()

@@ -1,10 +1,12 @@
 """Round a packed model's linear layers to 8 or 4 bits, in blocks (blocks.py): half or a quarter of the bytes that a pass reads.
 
 ``quantized_copy`` makes a second form of a target, with which it drafts for itself; ``round_weights`` converts a draft model,
-and ``place_head`` a head, if 8 bits are wanted.
+and ``place_head`` a head.
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from torch import nn
@@ -21,6 +23,11 @@ from outrider.runner.linear import (
 )
 from outrider.runner.packing import pack_model
 from outrider.types import OutriderError
+
+logger = logging.getLogger(__name__)
+
+# Bytes of weights: larger drafts and heads are read from memory in each pass, which is shorter with fewer bits.
+MAX_16_BIT_BYTES = 64 << 20
 
 
 def quantized_bytes(model: PreTrainedModel, bits: int) -> int:
@@ -50,7 +57,7 @@ def round_weights(model: nn.Module, bits: int) -> None:
     fuse_siblings(model)  # those that had different forms: the packed model has the same structure when it is read from a file
 
 
-def packed_bytes(model: PreTrainedModel) -> int:
+def packed_bytes(model: nn.Module) -> int:
     """Return the bytes of the linear layers of a packed model; 0 for other models."""
     return sum(layer.packed.nbytes for layer in packed_layers(model))
 
@@ -69,17 +76,21 @@ def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear, int]]
 
 
 def place_head(head: nn.Module, model: PreTrainedModel, bits: int | None) -> torch.dtype:
-    """Move a head to its target's device; pack it if the target is packed, in 8 bits or in the target's weight type.
+    """Move a head to its target's device; pack it if the target is packed. Return its compute dtype.
 
-    Return its compute dtype. Raises ``OutriderError`` if 8 bits are not supported.
+    ``bits``: 8; 16 for the target's weight type; None for 8 if its packed weights exceed ``MAX_16_BIT_BYTES``, else 16. Raises
+    ``OutriderError`` if 8 bits are not supported.
     """
     layers, dtype = packed_layers(model), arithmetic(model)
     own = torch.bfloat16 if is_in_blocks(model) else layers[0].packed.dtype if layers else dtype
     head.to(model.device, own).eval().requires_grad_(False)
     if layers:
         pack_model(head)  # type: ignore[arg-type]  # only uses the modules
-    if bits == 8:
-        if not layers:
-            raise OutriderError("8-bit heads need a CPU with Outrider's kernels: leave out bits=8")
+    before = packed_bytes(head)
+    if bits == 8 and not before:
+        raise OutriderError("8-bit heads need a CPU with Outrider's kernels: leave out bits=8")
+    if bits == 8 or (bits is None and before > MAX_16_BIT_BYTES):
         round_weights(head, 8)
+        sizes = before / 1e6, packed_bytes(head) / 1e6
+        logger.info("head weights rounded to 8 bits: %.0f MB -> %.0f MB; bits=16 keeps them", *sizes)
     return torch.float32 if layers else dtype

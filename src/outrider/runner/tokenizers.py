@@ -128,6 +128,9 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool = False) -> PreTr
     try:
         tokenizer = gguf.load_tokenizer(source, trust_remote_code)
         tokenizer.decode(tokenizer.encode("Text."))  # some errors in the files show only here
+        found = tokenizer.encode("Text.", add_special_tokens=False)
+        if not has_tokenizer(source) and set(found) <= set(tokenizer.all_special_ids):
+            raise ValueError("it encodes no text")  # without files, transformers makes an empty one for some model types
     except BaseException as error:  # broken files can raise anything
         if not is_failure(error):
             raise
