@@ -57,10 +57,12 @@ def peers() -> Any:
         import report
         import rounds
         import worker_llamacpp
+        import worker_outrider
     finally:
         sys.path.remove(str(PEERS))
     names = dict(bandwidth=bandwidth, client=client, compare=compare, engines=engines, prompts=prompts, protocol=protocol)
-    return type("Peers", (), names | {"report": report, "rounds": rounds, "llamacpp": worker_llamacpp})
+    names |= {"report": report, "rounds": rounds, "llamacpp": worker_llamacpp, "outrider": worker_outrider}
+    return type("Peers", (), names)
 
 
 def test_every_engine_declares_number_formats_that_its_worker_supports(peers: Any) -> None:
@@ -411,3 +413,14 @@ def test_engines_do_not_inherit_how_outrider_lets_openmp_wait(
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     environment = peers.engines.ENGINES["llamacpp"].environment(tmp_path)
     assert "OMP_WAIT_POLICY" not in environment and environment["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("dtype, expected", [("bfloat16", {"bits": 16}), ("int4", {"bits": 16}), ("auto", None)])
+def test_at_equal_bits_outrider_s_draft_keeps_16_bits(
+    dtype: str, expected: dict[str, int] | None, peers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(peers.outrider, "LLM", lambda _, **options: made.append(options) or SimpleNamespace(warmup=print))
+    args = peers.protocol.WorkerArgs("target", "draft", dtype, torch.get_num_threads(), 64, "", "draft", 4)
+    peers.outrider.OutriderEngine(args).prepare(peers.protocol.Request("draft", 4))
+    assert [options.get("method_options") for options in made] == [expected]
