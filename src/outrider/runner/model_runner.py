@@ -28,7 +28,7 @@ from outrider.runner.longrope import split_longrope, usual_window
 from outrider.runner.packed_files import PackedFile
 from outrider.runner.passes import PassRunner
 from outrider.runner.round_hidden import RoundHidden
-from outrider.runner.rounding import choose_reader, refuse_rounding
+from outrider.runner.rounding import choose_reader, memory_growth, refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
 from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
@@ -104,7 +104,7 @@ class ModelRunner:
             packed = None if file is None else file.load(wanted, kind, shape.by_request)
             if packed is not None:
                 return cls(packed, config, device, str(model), shape)._checked("eager", model)
-        growth = loading.growth_of(wanted, reader, config.bits, config.dtype) if device.type == "cpu" else 0.0
+        growth = memory_growth(str(model), wanted, kind, reader, config) if device.type == "cpu" else 0.0
         fetch_weights(model, growth if reader is None else min(growth, 1.0))  # a reader's is only an upper bound
         if growth:
             loading.refuse_too_large(model, growth, reader if config.bits is None else None, config.dtype)
