@@ -1,7 +1,8 @@
 """Measure what 8- and 4-bit weights cost in perplexity and gain in speed and memory, relative to the checkpoint's weights.
 
     python bench/weights_check.py --target FOLDER --text held-out.txt --out results/weights.json
-    python bench/weights_check.py --text README.md --tokens 512 --repeat 1          # quick test with the embedded target
+    python bench/weights_check.py --target FOLDER --text held-out.txt --other q4_k_m.gguf  # and by another tool
+    python bench/weights_check.py --text README.md --tokens 512 --repeat 1  # quick test with the embedded target
 
 Each precision is measured in a separate process, one after another:
 
@@ -105,6 +106,8 @@ def measure(weights: str | None, target: str | None, text: str, args: argparse.N
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
+    other = "quantised folder or GGUF file of the same model to compare with; repeatable"
+    parser.add_argument("--other", action="append", default=[], help=other)
     parser.add_argument("--text", type=Path, required=True, help="held-out text")
     parser.add_argument("--tokens", type=count, default=16384, help="maximum tokens of the text (default: %(default)s)")
     parser.add_argument("--window", type=count, default=512, help="tokens of a window (default: %(default)s)")
@@ -117,9 +120,10 @@ def main() -> int:
         parser.error("invalid --max-tokens 1: expected at least 2, because the first token is not timed")
     text = args.text.read_text(encoding="utf-8")
     cells = []
-    for weights in (None, *BARS):
+    for name in (None, *BARS, *args.other):
+        weights, target = (name, args.target) if name is None or name in BARS else (None, name)
         with multiprocessing.get_context("spawn").Pool(1) as pool:  # separate memory
-            cells.append(pool.apply(measure, (weights, args.target, text, args)))
+            cells.append(pool.apply(measure, (weights, target, text, args)) | {"weights": name})
         print({name: value for name, value in cells[-1].items() if name != "provenance"}, file=sys.stderr)
     own = cells[0]["perplexity"]
     ratios = {cell["weights"]: round(cell["perplexity"] / own, 4) for cell in cells[1:]}

@@ -352,6 +352,8 @@ def section(name: str, document: Document) -> str:
     kind = topic(document)
     if kind == "Other engines":
         where.append("after the first token" if document.get("best_by") == "decode_tok_s" else "prompt included")
+    if kind in OF_ENGINES and document.get("busy"):
+        where.append(f"beside {busy_label(document['busy'])}")
     if kind in OF_ENGINES and ASLEEP[0] <= str(document.get("date") or "") < ASLEEP[1]:
         where.append("llama.cpp was slowed down by a setting that it inherited ([log](log/peers.md))")
     command = f"\n\n`{document['command']}`" if document.get("command") else ""

@@ -143,7 +143,8 @@ def test_only_float8_and_converted_weights_of_a_checkpoint_grow(
     for total, is_refused in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(memory, "total_memory", lambda total=total: total)
         with pytest.raises(OutriderError, match=r"the weights in .* take") if is_refused else nullcontext():
-            loading.fetch_fitting_weights(tmp_path, config, reader, None, dtype)
+            growth = loading.growth_of(config, reader, None, dtype)
+            loading.fetch_fitting_weights(tmp_path, growth, reader, None, dtype)
 
 
 def test_a_quantised_model_is_not_refused_before_its_download_by_an_upper_bound(

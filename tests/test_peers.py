@@ -57,10 +57,12 @@ def peers() -> Any:
         import report
         import rounds
         import worker_llamacpp
+        import worker_outrider
     finally:
         sys.path.remove(str(PEERS))
     names = dict(bandwidth=bandwidth, client=client, compare=compare, engines=engines, prompts=prompts, protocol=protocol)
-    return type("Peers", (), names | {"report": report, "rounds": rounds, "llamacpp": worker_llamacpp})
+    names |= {"report": report, "rounds": rounds, "llamacpp": worker_llamacpp, "outrider": worker_outrider}
+    return type("Peers", (), names)
 
 
 def test_every_engine_declares_number_formats_that_its_worker_supports(peers: Any) -> None:
@@ -268,8 +270,10 @@ def race(peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(peers.rounds, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(peers.compare, "bandwidth", lambda threads: {"copy_gb_s": 10.0, "read_gb_s": 10.0})
 
-    def run(prompts: dict[int | None, list[list[int]]], groups: list[Any], cells: list[dict[str, Any]]) -> dict[str, Any]:
-        plan = peers.compare.Plan(["outrider", "slow"], groups, [2, 4], {}, prompts, 2, 1, 2, "decode_tok_s")
+    def run(
+        prompts: dict[int | None, list[list[int]]], groups: list[Any], cells: list[dict[str, Any]], busy: int = 0
+    ) -> dict[str, Any]:
+        plan = peers.compare.Plan(["outrider", "slow"], groups, [2, 4], {}, prompts, 2, 1, 2, "decode_tok_s", busy)
         job = peers.client.Job(
             tmp_path, None, tmp_path, tmp_path / "cache", 1, 64, 1 if None not in prompts else 8, 0.0, 0, 60.0
         )
@@ -313,6 +317,22 @@ def test_a_failing_engine_loses_only_its_own_cells_and_resuming_measures_their_g
     assert {key for key, cell in second.items() if "is_old" in cell} == {("outrider", "plain", 8), ("slow", "plain", 8)}
     assert second["slow", "draft", 8]["decode_ratio"] > 0
     assert len(document["bandwidth"]) == 3
+
+
+def test_busy_processes_compute_beside_all_engines(peers: Any, race: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    alternate = peers.compare.alternate
+
+    def watched(*args: Any) -> None:
+        seen.append(len([child for child in Path("/proc/self/task").glob("*/children") for _ in child.read_text().split()]))
+        alternate(*args)
+
+    monkeypatch.setattr(peers.compare, "alternate", watched)
+    for busy in (0, 2):
+        document = race({None: [[1, 2], [3, 4]]}, [peers.rounds.Group("plain", 8)], [], busy)
+        title = str(peers.report.tables(document | {"busy": busy})[0].title)
+        assert title.endswith(", beside 2 other busy processes") == (busy == 2)
+    assert seen[1] - seen[0] == 2
 
 
 def test_engines_run_in_another_order_each_round(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,3 +431,14 @@ def test_engines_do_not_inherit_how_outrider_lets_openmp_wait(
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     environment = peers.engines.ENGINES["llamacpp"].environment(tmp_path)
     assert "OMP_WAIT_POLICY" not in environment and environment["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("dtype, expected", [("bfloat16", {"bits": 16}), ("int4", {"bits": 16}), ("auto", None)])
+def test_at_equal_bits_outrider_s_draft_keeps_16_bits(
+    dtype: str, expected: dict[str, int] | None, peers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(peers.outrider, "LLM", lambda _, **options: made.append(options) or SimpleNamespace(warmup=print))
+    args = peers.protocol.WorkerArgs("target", "draft", dtype, torch.get_num_threads(), 64, "", "draft", 4)
+    peers.outrider.OutriderEngine(args).prepare(peers.protocol.Request("draft", 4))
+    assert [options.get("method_options") for options in made] == [expected]

@@ -166,7 +166,8 @@ def test_the_draft_keeps_its_own_weights():
 @needs_kernels
 @pytest.mark.parametrize("bits", [4, 8])
 def test_low_bit_drafts_need_fewer_bits_than_the_target(bits):
-    with pytest.raises(OutriderError, match=f"invalid bits {bits}: expected fewer than the target's weights have"):
+    said = f"invalid bits {bits}: expected fewer than the target's weights have; choose another method"
+    with pytest.raises(OutriderError, match=said):
         LLM(make_model(wide_config()), method=f"low-bit:bits={bits}", weights=f"int{bits}", compile="never")
 
 

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rounds import Group, Screen, Workers, alternate, cell, compare_texts, deal, digest
 
 from outrider import OutriderError
+from outrider.bench.grid import busy_processes
 from outrider.bench.provenance import origin
 from outrider.files import write_whole
 from outrider.runner.gguf import GgufFile
@@ -52,6 +53,7 @@ class Plan:
     screen_prompts: int
     repeat: int
     rate: str
+    busy: int = 0  # number of other busy processes
 
     def rounds(self, group: Group) -> list[list[int]]:
         """Return the prompt indices of each round."""
@@ -78,6 +80,7 @@ def main(  # noqa: PLR0913 - one argument per command line option
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     repeat: Annotated[int, typer.Option(min=1, help="Alternating rounds.")] = 5,
     rate: Annotated[str, typer.Option(help="Rate that selects the best setting: total or decode.")] = "total",
+    busy: Annotated[int, typer.Option(min=0, help="Other processes that compute during the measurement.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of every engine.")] = os.cpu_count() or 1,
     seed: Annotated[int, typer.Option(help="Sampling seed; round i uses seed + i.")] = 0,
     ours: Annotated[bool, typer.Option(help="Include Outrider itself.")] = True,
@@ -112,6 +115,7 @@ def main(  # noqa: PLR0913 - one argument per command line option
             screen_prompts=screen_prompts,
             repeat=repeat,
             rate=RATES[rate],
+            busy=busy,
         )
         if out is not None and not out.parent.is_dir():
             raise BadInput(f"{out.parent}: no such folder")
@@ -149,6 +153,7 @@ def _document(plan: Plan, job: Job) -> dict[str, Any]:
         "prompts_per_round": plan.per_round,
         "repeat": plan.repeat,
         "best_by": plan.rate,
+        "busy": plan.busy,
         "bandwidth": [],
         "cells": [],
     }
@@ -156,7 +161,7 @@ def _document(plan: Plan, job: Job) -> dict[str, Any]:
 
 SAME_ON_RESUME = (
     *("commit", "cpu", "threads", "target", "draft"),
-    *("temperature", "max_tokens", "prompts", "prompts_per_round", "repeat", "best_by"),
+    *("temperature", "max_tokens", "prompts", "prompts_per_round", "repeat", "best_by", "busy"),
 )
 
 
@@ -217,11 +222,12 @@ def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, A
     document["bandwidth"].append({name: round(value, 2) for name, value in bandwidth(workers.job.threads).items()})
     prompts = plan.prompts[group.prompt_tokens]
     screen = Screen(workers, prompts[: plan.screen_prompts], plan.ks, plan.dtypes, plan.rate)
-    contestants = [screen.best(ENGINES[name], group, progress) for name in offered]
     rounds = plan.rounds(group)
-    steps = sum(contestant.error is None for contestant in contestants) * (len(rounds) + 1)
-    bar.reset(task, total=steps, description=group.label)
-    alternate(contestants, workers, prompts, rounds, progress)
+    with busy_processes(plan.busy):
+        contestants = [screen.best(ENGINES[name], group, progress) for name in offered]
+        steps = sum(contestant.error is None for contestant in contestants) * (len(rounds) + 1)
+        bar.reset(task, total=steps, description=group.label)
+        alternate(contestants, workers, prompts, rounds, progress)
     for contestant in contestants:
         if contestant.error:
             bar.console.print(f"[yellow]left out:[/yellow] {escape(contestant.error)}", highlight=False)

@@ -9,6 +9,8 @@ from engines import OURS
 from rich.markup import escape
 from rich.table import Table
 
+from outrider.bench.documents import busy_label
+
 
 def tables(document: dict[str, Any]) -> list[Table]:
     """Return every table for which the document has cells."""
@@ -22,6 +24,9 @@ def tables(document: dict[str, Any]) -> list[Table]:
         found.append(equal_bits_table(cells, document["best_by"]))
     if any("weights_gb_s" in entry for entry in cells):
         found.append(bandwidth_table(cells, document["bandwidth"]))
+    if busy := document.get("busy"):
+        for view in found:
+            view.title = f"{view.title}, beside {busy_label(busy)}"
     return found
 
 

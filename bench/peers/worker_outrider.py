@@ -37,6 +37,8 @@ class OutriderEngine:
         }
         if request.method == "draft":
             options["draft"] = self.args.draft
+            if self.args.dtype != "auto":  # by default drafts above 64 MB are rounded to 4 bits; other engines keep 16
+                options["method_options"] = {"bits": 16}
         if request.method != "plain":
             options["num_draft_tokens"] = k
         self.llm = LLM(self.args.target, **options)

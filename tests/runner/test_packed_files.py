@@ -7,6 +7,7 @@ import io
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from outrider.runner import (
 )
 from outrider.runner.packed_files import PackedFile
 from outrider.types import OutriderError
+from outrider.weight_files import weight_bytes
 
 from .rounds import make_model, make_text
 from .test_architectures import longrope_model, small_config
@@ -231,6 +233,32 @@ def test_a_model_that_exceeds_the_memory_runs_once_it_is_packed(folder, read, mo
     monkeypatch.setattr(huge_pages, "empty", lambda *_: pytest.fail("weights were copied"))
     ModelRunner.load(folder, INT4)
     assert len(read) == 1
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_only_the_rounded_weights_must_fit_into_memory(weights, tmp_path, monkeypatch):
+    sizes = SIZES | {"num_hidden_layers": 8, "dtype": "bfloat16"}
+    folder, options = make_folder(tmp_path / "model", **sizes), RunnerConfig(weights=weights, compile="never")
+    model = ModelRunner.load(folder, options).model
+    held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    in_file = weight_bytes(folder)
+    for total, is_refused in ((int(1.05 * held), False), (int(0.9 * held), True)):
+        assert total < in_file
+        monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / str(total)))  # nothing is packed yet
+        monkeypatch.setattr("outrider.memory.total_memory", lambda total=total: total)
+        with pytest.raises(OutriderError, match=r"the weights in .* take") if is_refused else nullcontext():
+            ModelRunner.load(folder, options)
+    with pytest.raises(OutriderError, match=r"the weights in .* take"):  # converted weights are copied
+        monkeypatch.setattr("outrider.memory.total_memory", lambda: int(1.5 * in_file))
+        ModelRunner.load(folder, replace(options, dtype="float32"))
+
+
+def test_experts_are_copied_before_they_are_rounded(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    make_model(small_config("qwen3_moe", hidden_size=64, moe_intermediate_size=64)).save_pretrained(folder)
+    monkeypatch.setattr("outrider.memory.total_memory", lambda: weight_bytes(folder) - 1)
+    with pytest.raises(OutriderError, match=r"the weights in .* take"):
+        ModelRunner.load(folder, INT4)
 
 
 def test_a_new_commit_of_a_hub_id_replaces_the_file_of_the_last(tmp_path, cache):

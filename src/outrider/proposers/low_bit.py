@@ -57,7 +57,8 @@ class LowBitMethod(MethodSpec):
             why = "without them, because it is quantised or there is no C++ compiler" if device == "cpu" else f"on {device}"
             raise OutriderError(f"low-bit needs a target on Outrider's CPU kernels: {target.name} runs {why}")
         if not gets_fewer_bits(target.model, config.bits):
-            raise OutriderError(f"invalid bits {config.bits}: expected fewer than the target's weights have")
+            advice = "choose another method, or a target with more bits"
+            raise OutriderError(f"invalid bits {config.bits}: expected fewer than the target's weights have; {advice}")
         added = quantized_bytes(target.model, config.bits)
         logger.info("the %d-bit drafting weights add %.0f MB of memory", config.bits, added / 1e6)
         passes = PassRunner(quantized_copy(target.model, config.bits), target.cache, target.config.compile)

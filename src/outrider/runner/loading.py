@@ -75,10 +75,12 @@ def bytes_in_memory(source: str | Path, growth: float, reader: Format | None, dt
 
 
 def fetch_fitting_weights(
-    source: str | Path, config: PreTrainedConfig, reader: Format | None, bits: int | None, dtype: torch.dtype | str
+    source: str | Path, growth: float, reader: Format | None, bits: int | None, dtype: torch.dtype | str
 ) -> None:
-    """Download the weights of a hub id. Raises ``OutriderError``, if possible before that, if they exceed the memory."""
-    growth = growth_of(config, reader, bits, dtype)
+    """Download the weights of a hub id. Raises ``OutriderError``, if possible before that, if they exceed the memory.
+
+    ``growth``: an upper bound of the bytes in memory per byte of the files.
+    """
     fetch_weights(source, growth if reader is None else min(growth, 1.0))  # a reader's is only an upper bound
     try:
         needed = bytes_in_memory(source, growth, reader if bits is None else None, dtype)

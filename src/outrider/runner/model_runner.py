@@ -27,7 +27,7 @@ from outrider.runner.longrope import split_longrope, usual_window
 from outrider.runner.packed_files import PackedFile
 from outrider.runner.passes import PassRunner
 from outrider.runner.round_hidden import RoundHidden
-from outrider.runner.rounding import choose_reader, refuse_rounding
+from outrider.runner.rounding import choose_reader, memory_growth, refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
 from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
@@ -105,7 +105,8 @@ class ModelRunner:
             if packed is not None:
                 return cls(packed, config, device, str(model), shape)._checked("eager", model)
         if device.type == "cpu":
-            loading.fetch_fitting_weights(model, model_config, reader, config.bits, config.dtype)
+            growth = memory_growth(str(model), model_config, model_class, reader, config)
+            loading.fetch_fitting_weights(model, growth, reader, config.bits, config.dtype)
         loaded = loading.load_model(model, model_config, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         linear.fuse_on_gpu(loaded)
