@@ -308,9 +308,9 @@ def fact(value: Any) -> str:
 
 
 EARLIER = (
-    "# Measured with earlier weights\n\nMeasured before the embedded models were trained further; the sizes are the same. Greedy"
-    " output of the earlier weights loops more, and loops are easy to draft: expect smaller speedups. Plain speeds at 1B are"
-    " still valid. Nothing newer covers busy neighbours, parallel drafts, and the draft at 1B on matrix units."
+    "# Measured with earlier weights\n\nMeasured before the embedded models were trained further; the sizes are the same."
+    " Greedy output of the earlier weights loops more, and loops are easy to draft: expect smaller speedups. Plain speeds at 1B"
+    " are still valid. Nothing newer covers busy neighbours, parallel drafts, and the draft at 1B on matrix units."
 )
 TOPICS = {
     "Methods": "Tokens per second after the first token; before loops if the file records loops.",

@@ -24,13 +24,13 @@ command.
 
 ABILITIES = """## What they can and cannot do
 
-They can write short Python functions whose names and control flow go with their docstrings, sentences as in tales, with direct
-speech, and, in the chat template, short answers to greetings and to questions like those in `chats.py`: capitals, opposites,
-sums of two small numbers, Python's built-in functions, a shell command, a tale.
+They can write short Python functions whose names and control flow often go with their docstrings, sentences as in tales, with
+direct speech, and, in the chat template, short answers to greetings and to questions like those in `recipes/family/chats.py`:
+capitals, opposites, colours, sounds of animals, Python's built-in functions.
 
-They cannot compute reliably: most functions parse, but often do not do what the docstring says, and sums of several steps are
-wrong. Tales lose their subject after a sentence or two. They know no facts other than those of `chats.py`, no language but
-English, no programming language but Python, and at most {positions} tokens of context. Do not use what they say."""
+They cannot compute: most functions parse, but often do not do what the docstring says; sums, even of two small numbers, are
+mostly wrong, and shell commands invented. Tales lose their subject after a sentence or two. They know no other facts than those
+of `chats.py`, no language but English, hardly any but Python to program in, and at most {positions} tokens of context."""
 
 LOOPS = ("texts_that_end_in_a_loop", "tokens_in_loops")
 RUNS = ("target", "loops", "draft")  # with a curve each
