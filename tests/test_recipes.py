@@ -72,5 +72,5 @@ def test_a_card_says_whether_more_tokens_help():
         return "\n".join(family_card.learning(curve))
 
     falling, flat = learned([4.0 - 0.1 * at for at in range(20)]), learned([4.0] * 20)
-    assert "| million tokens | 2 | 4 |" in falling and "fell by 0.200: it was still falling" in falling
+    assert "| million tokens | 2 | 4 |" in falling and "changed by -0.200: it was still falling" in falling
     assert "more tokens no longer help" in flat and "| nats per token | 3.00 |" in learned([3.0])

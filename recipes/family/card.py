@@ -94,7 +94,7 @@ def learning(curve: list[dict[str, Any]]) -> list[str]:
             [("nats per token", *(f"{loss:.2f}" for loss in losses))],
         ),
         f"Of the target's run: means over {len(parts)} parts, of training text and with layer dropout. From the last part but "
-        f"one to the last the loss fell by {fall:.3f}: {more}.",
+        f"one to the last the loss changed by {-fall:+.3f}: {more}.",
         "\n".join(f"![{name}: loss and held-out text by tokens]({CURVES}/{name}_curve.png)" for name in RUNS),
     ]
 
