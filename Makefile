@@ -48,7 +48,8 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Outrider needs Python 3.11 or newer: make PYTHON=python3.12")'
 	@scripts/announce "making $(VENV)" $(PYTHON) -m venv $(VENV)
 	@scripts/announce "installing PyTorch into $(VENV)" $(PIP) --no-deps $(TORCH) typing_extensions
-	@$(BIN)/python -W ignore -c "import torch" 2>/dev/null || scripts/announce "installing PyTorch's CUDA libraries" $(PIP) $(TORCH)
+	@scripts/announce "importing PyTorch, or installing its CUDA libraries" \
+		sh -c '$(BIN)/python -W ignore -c "import torch" 2>/dev/null || $(PIP) $(TORCH)'
 	@scripts/announce "installing the requirements and compiling the CPU kernels" \
 		sh -c '$(KERNELS) & $(PIP) -r requirements.txt || { code=$$?; kill $$!; exit $$code; }; wait'
 	@scripts/announce "installing Outrider" $(PIP) --no-deps --editable .

@@ -28,7 +28,7 @@ END = "<!-- results:end -->"
 LEAST_REPEATS = 5  # of a single prompt, for an interval by bootstrap: of fewer it is the range of the repeats
 COLUMNS = ("plain tok/s", "speculative tok/s", "ratio", "95% interval")
 OURS = "outrider"
-FAMILY_SINCE = "2026-11-26T19"  # date of the current embedded models; files without a date are older
+FAMILY_SINCE = "2026-11-26T19"  # date of the weights of the current embedded models
 ASLEEP = ("2026-11-25", "2026-11-29T17")  # dates of comparisons in which other engines inherited OMP_WAIT_POLICY=PASSIVE
 MOST_CELLS = 40  # largest grid whose workloads are shown one by one
 PROVENANCE = {
@@ -308,8 +308,9 @@ def fact(value: Any) -> str:
 
 
 EARLIER = (
-    "# Measured with earlier embedded models\n\nMeasured before the embedded models were retrained. The greedy output of"
-    " the earlier models loops, and loops are easy to draft: expect smaller speedups. Plain speeds at 1B are still valid."
+    "# Measured with earlier weights\n\nMeasured before the embedded models were trained further; the sizes are the same."
+    " Greedy output of the earlier weights loops more, and loops are easy to draft: expect smaller speedups. Plain speeds at 1B"
+    " are still valid. Nothing newer covers busy neighbours, parallel drafts, and the draft at 1B on matrix units."
 )
 TOPICS = {
     "Methods": "Tokens per second after the first token; before loops if the file records loops.",
@@ -360,8 +361,8 @@ def section(name: str, document: Document) -> str:
     return f"### {name}.json\n\n{'; '.join(where)}{command}\n\n{MAKERS[kind](document)}\n"
 
 
-def uses_earlier_family(document: Document) -> bool:
-    """Return whether speeds were measured with earlier embedded models."""
+def uses_earlier_weights(document: Document) -> bool:
+    """Return whether speeds were measured with earlier weights of the embedded models."""
     return topic(document) in ("Methods", "Serving", "Other engines") and str(document.get("date") or "") < FAMILY_SINCE
 
 
@@ -378,8 +379,8 @@ def page(found: Mapping[str, Document]) -> str:
         parts += [EARLIER] if is_earlier else []
         for kind, meaning in TOPICS.items():
             chosen = {name: document for name, document in found.items() if topic(document) == kind}
-            sections = [section(name, each) for name, each in chosen.items() if uses_earlier_family(each) == is_earlier]
-            parts += [f"## {kind}{', earlier models' if is_earlier else ''}", meaning, *sections] if sections else []
+            sections = [section(name, each) for name, each in chosen.items() if uses_earlier_weights(each) == is_earlier]
+            parts += [f"## {kind}{', earlier weights' if is_earlier else ''}", meaning, *sections] if sections else []
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 

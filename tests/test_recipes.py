@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.train.options import MedusaRun
+from recipes import PACKAGE
+from recipes.family import card as family_card
+from recipes.family import stages
+from recipes.family.config import PRESETS
 from recipes.heads import card
 
 RECIPES = sorted(path.parent.name for path in (Path(__file__).parents[1] / "recipes").glob("*/__main__.py"))
@@ -47,3 +52,25 @@ def test_a_head_is_published_without_a_picture_of_its_curve(tmp_path, monkeypatc
     card.publish("medusa", tmp_path / "head", 3, "a CPU", False)
     assert (tmp_path / "recipe" / "medusa_curve.json").read_text() == curve
     assert "| 1 (2) | 50.0% | 80.0% |" in (tmp_path / "head" / "README.md").read_text()
+
+
+def test_the_shipped_card_is_that_of_its_measurements():
+    """Except hardware, note and reading, which are arguments of the command."""
+    folder = Path(stages.__file__).parent
+    report = json.loads((folder / "report.json").read_text())
+    curves = {name: json.loads((folder / f"{name}_curve.json").read_text()) for name in family_card.RUNS}
+    made = family_card.render(PRESETS["gpu"], report, curves, family_card.Notes("@1@", "@2@", "@3@"))
+    text = (PACKAGE / "MODEL_CARD.md").read_text()
+    assert re.fullmatch(re.sub("@[123]@", "[^\n]+", re.escape(made)), text)
+    images = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert len(images) == 3 and all((PACKAGE / image).is_file() for image in images)
+
+
+def test_a_card_says_whether_more_tokens_help():
+    def learned(losses):
+        curve = [{"tokens": 1e6 * at, "loss": loss} for at, loss in enumerate(losses, 1)]
+        return "\n".join(family_card.learning(curve))
+
+    falling, flat = learned([4.0 - 0.1 * at for at in range(20)]), learned([4.0] * 20)
+    assert "| million tokens | 2 | 4 |" in falling and "changed by -0.200: it was still falling" in falling
+    assert "more tokens no longer help" in flat and "| nats per token | 3.00 |" in learned([3.0])

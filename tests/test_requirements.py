@@ -75,3 +75,12 @@ def test_the_server_gets_pydantic_2() -> None:
     """With ``pydantic<2`` in an environment, pip chooses a FastAPI that takes it, and the server cannot be imported."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "pydantic>=2" in project["optional-dependencies"]["serve"]
+
+
+def test_installing_is_never_silent() -> None:
+    """Importing PyTorch for the first time, without bytecode, takes seconds on a slow machine."""
+    text = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    recipe = re.search(r"^\$\(VENV\)/\.installed:.*\n((?:\t.*\n)+)", text, re.MULTILINE)
+    assert recipe is not None
+    silent = [line for line in recipe[1].splitlines() if not line.startswith("\t@scripts/announce ")]
+    assert [line.split()[0] for line in silent] == ["@$(PYTHON)", "@touch"]  # the version of Python, and the end

@@ -10,6 +10,7 @@ import typer
 from recipes import PACKAGE, run, work_folder
 
 from . import stages
+from .card import Notes
 from .config import PRESETS
 from .stages import Workshop
 
@@ -142,11 +143,12 @@ def card(
     curves: Curves = HERE,
     hardware: Annotated[str | None, typer.Option("--hardware", help="hardware description in the model card")] = None,
     note: Annotated[str, typer.Option("--note", help="paragraph about this run in the model card")] = "",
+    reading: Annotated[str, typer.Option("--reading", help="paragraph on how the samples were read, and what was found")] = "",
 ) -> None:
     """Write the model card from the last measurements."""
     if not (curves / "report.json").is_file():
         raise typer.BadParameter(f"no measurements in {curves}: run `python -m recipes.family finish` first")
-    stages.write_card(PRESETS[preset], package, curves, hardware or stages.hardware(), note)
+    stages.write_card(PRESETS[preset], package, curves, Notes(hardware or stages.hardware(), note, reading))
 
 
 @app.command(name="all")

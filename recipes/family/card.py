@@ -1,7 +1,10 @@
-"""Generate the model card from measurements; it contains no manually entered numbers."""
+"""Generate the model card from measurements. Numbers entered by hand are in the notes of the command line only."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from outrider.cli.options import READABLE_TEMPERATURE, READABLE_TOP_P
@@ -15,11 +18,25 @@ from .report import SAMPLE_TOKENS
 HEAD = """# Model card: the embedded family
 
 Two small Llama models with one tokenizer, a *target* and a *draft*, for Python code and plain English. They exist so that
-Outrider can be tried, tested and measured offline in seconds. They are far too small to know facts: they imitate the form
-of code and prose, and the content is often wrong. Made by `recipes/family/`; this card was written by the same command.
+Outrider can be tried, tested and measured offline in seconds. Made by `recipes/family/`; this card was written by the same
+command.
 """
 
+ABILITIES = """## What they can and cannot do
+
+They can write short Python functions whose names and control flow often go with their docstrings, sentences as in tales, with
+direct speech, and, in the chat template, short answers to greetings and to questions like those in `recipes/family/chats.py`:
+capitals, opposites, colours, sounds of animals, Python's built-in functions.
+
+They cannot compute: most functions parse, but often do not do what the docstring says; sums, even of two small numbers, are
+mostly wrong, and shell commands invented. Tales lose their subject after a sentence or two. They know no other facts than those
+of `chats.py`, no language but English, hardly any but Python to program in, and at most {positions} tokens of context."""
+
 LOOPS = ("texts_that_end_in_a_loop", "tokens_in_loops")
+RUNS = ("target", "loops", "draft")  # with a curve each
+CURVES = "../../../recipes/family"  # from the card's folder
+PARTS = 10  # of a run, whose mean losses are shown
+STILL_FALLING = 0.01  # nats per token from the last part but one to the last
 PARSING = """A continuation ends at its first end token or after {tokens} tokens. The body is everything before the first
 non-empty line that starts at column 0; if there is none, the limit cut the text, and the unfinished last line is dropped,
 together with the header of a block that has no line yet. It counts if prompt plus body is accepted by `ast.parse` and the
@@ -61,6 +78,25 @@ def training(name: str, plan: TrainingPlan, curve: list[dict[str, Any]]) -> str:
         f"{last['seconds'] / 60:.0f} min of the run's clock; Muon {plan.muon_lr} for hidden matrices, "
         f"AdamW {plan.adam_lr} for embeddings and norms, linear decay over the last {plan.decay:.0%}, seed {plan.seed}."
     )
+
+
+def learning(curve: list[dict[str, Any]]) -> list[str]:
+    """Return the target's loss against tokens."""
+    edges = [part * len(curve) // PARTS for part in range(PARTS + 1)]
+    parts = [curve[first:last] for first, last in pairwise(edges) if first < last]
+    losses = [fmean(point["loss"] for point in part) for part in parts]
+    fall = losses[-2] - losses[-1] if len(losses) > 1 else 0.0
+    more = "it was still falling when the run ended" if fall > STILL_FALLING else "more tokens no longer help"
+    return [
+        "## Loss against tokens",
+        table(
+            ("million tokens", *(f"{part[-1]['tokens'] / 1e6:.0f}" for part in parts)),
+            [("nats per token", *(f"{loss:.2f}" for loss in losses))],
+        ),
+        f"Of the target's run: means over {len(parts)} parts, of training text and with layer dropout. From the last part but "
+        f"one to the last the loss changed by {-fall:+.3f}: {more}.",
+        "\n".join(f"![{name}: loss and held-out text by tokens]({CURVES}/{name}_curve.png)" for name in RUNS),
+    ]
 
 
 def bits(found: dict[str, dict[str, float]]) -> list[str]:
@@ -112,8 +148,8 @@ def block(prompt: str, text: str, language: str) -> str:
     return f"````{language}\n{prompt}{text.rstrip()}\n````"
 
 
-def sample_sections(report: dict[str, Any], tokens: int) -> list[str]:
-    """Return ten unselected samples of each kind."""
+def sample_sections(report: dict[str, Any], tokens: int, reading: str) -> list[str]:
+    """Return ten unselected samples of each kind, and how they were read."""
     own = report["own_signatures"]
     code = [f"Parses: {'yes' if parsed else 'no'}\n\n{block(prompt, text, 'python')}" for prompt, text, parsed in own["code"]]
     english = [block(f"[{prompt}]", text, "text") for prompt, text in report["english"]]
@@ -126,32 +162,50 @@ def sample_sections(report: dict[str, Any], tokens: int) -> list[str]:
         f"### English: temperature {READABLE_TEMPERATURE}, top-p {READABLE_TOP_P}, seed {report['seed']}, 80 tokens; "
         "prompts in brackets",
         *english,
+        *([reading] if reading else []),
     ]
 
 
-def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[str, Any]]], hardware: str, note: str) -> str:
+@dataclass(frozen=True)
+class Notes:
+    """What the measurements do not contain."""
+
+    hardware: str
+    training: str = ""  # paragraph about this run
+    reading: str = ""  # paragraph about how the samples were read, and what was found
+
+
+def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[str, Any]]], notes: Notes) -> str:
     """Return the complete card."""
-    settings = preset.distillation
-    target = ("target, continued", preset.further_plan) if report["continued"] else ("target", preset.target_plan)
-    runs = [(*target, curves["target"]), ("target, against loops", preset.loops_plan, curves["loops"])]
-    runs.append(("draft", preset.draft_plan, curves["draft"]))
+    continued, settings = report["continued"], preset.distillation
+    plans = {
+        "target": preset.further_plan if "target" in continued else preset.target_plan,
+        "loops": preset.loops_plan,
+        "draft": preset.draft_plan,
+    }
+    titles = {name: f"{name}, continued" if name in continued else name for name in RUNS} | {"loops": "target, against loops"}
+    growth = (
+        f"It grows: until {preset.growth.grow_at:.0%} of the run only every second layer is trained, the others are the "
+        "identity. "
+    )
     parts = [
         HEAD.rstrip(),
+        ABILITIES.format(positions=preset.max_positions),
         *architecture(preset, report["parameters"]),
         *sources(report["tokens"]),
         "## Training",
-        f"Trained on {hardware}:",
-        "\n".join(training(*each) for each in runs),
+        f"Trained on {notes.hardware}:",
+        "\n".join(training(titles[name], plans[name], curves[name]) for name in RUNS),
         f"The target is trained with LayerSkip (Elhoushi et al. 2024): layer dropout up to {preset.layer_skip.max_drop} "
-        "at the last layer, an early-exit loss at one layer a step in rotation. It grows: until "
-        f"{preset.growth.grow_at:.0%} of the run only every second layer is trained, the others are the identity. "
-        f"The draft is distilled (forward KL on the target's logits; DistillSpec, Zhou et al. 2024) after "
-        f"{settings.plain_share:.0%} of plain training; {settings.generated_share:.0%} of its rows were written by "
-        "the target after training prefixes, half greedily and half at temperature 1. Curves: `recipes/family/*_curve.png`.",
-        *([note] if note else []),
+        "at the last layer, an early-exit loss at one layer a step in rotation. "
+        f"{'' if 'target' in continued else growth}The draft is distilled (forward KL on the target's logits; DistillSpec, "
+        f"Zhou et al. 2024) after {settings.plain_share:.0%} of plain training; {settings.generated_share:.0%} of its rows "
+        "were written by the target after training prefixes, half greedily and half at temperature 1.",
+        *([notes.training] if notes.training else []),
+        *learning(curves["target"]),
         *bits(report["bpb"]),
         *loops(report["loops"]),
         *speculation(report),
-        *sample_sections(report, SAMPLE_TOKENS),
+        *sample_sections(report, SAMPLE_TOKENS, notes.reading),
     ]
     return "\n\n".join(parts) + "\n"

@@ -250,7 +250,7 @@ def finish(shop: Workshop, package: Path, curves: Path) -> None:
         ("draft", package / "draft"),
     ):
         export_model(shop, name, out)
-    for name in ("target", "loops", "draft"):
+    for name in card.RUNS:
         plots.draw(name, shop.folder / name, curves)
     learned = shop.tokenizer
     found = report.measure(package, shop.tokens, shop.held_out(long=True), learned)
@@ -258,12 +258,13 @@ def finish(shop: Workshop, package: Path, curves: Path) -> None:
     for name, folder in (("before", shop.folder / "export" / "learned"), ("after", package / "target")):
         found.setdefault("loops", {})[name] = loops.measure(model.load(folder), learned, chosen, report.SAMPLE_TOKENS)
     found["tokens"] = json.loads((shop.tokens / "tokens.json").read_text())
-    found["continued"] = json.loads((shop.folder / "target" / "run.json").read_text())["start"] is not None
+    runs = {name: json.loads((shop.folder / name / "run.json").read_text()) for name in ("target", "draft")}
+    found["continued"] = [name for name, run in runs.items() if run["start"] is not None]
     (curves / "report.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-def write_card(preset: Preset, package: Path, curves: Path, on: str, note: str) -> None:
+def write_card(preset: Preset, package: Path, curves: Path, notes: card.Notes) -> None:
     """Write the model card from the output of `finish` in `curves`."""
     found = json.loads((curves / "report.json").read_text())
-    history = {name: json.loads((curves / f"{name}_curve.json").read_text()) for name in ("target", "loops", "draft")}
-    (package / "MODEL_CARD.md").write_text(card.render(preset, found, history, on, note))
+    history = {name: json.loads((curves / f"{name}_curve.json").read_text()) for name in card.RUNS}
+    (package / "MODEL_CARD.md").write_text(card.render(preset, found, history, notes))

@@ -135,6 +135,14 @@ def test_results_before_loops_are_shown_first() -> None:
     assert max(map(len, view.file.getvalue().splitlines())) <= 80  # type: ignore[attr-defined]
 
 
+def test_tables_without_loops_say_so() -> None:
+    assert "no tokens in loops" in str(tables(measured(300.0))[0].title)
+    result: dict[str, Any] = looping()
+    for each in result["cells"]:  # from the first token of every output
+        each |= {"tokens_before_loops": 0, "before_loops": None}
+    assert "no tokens" not in str(tables(result)[0].title) and len(tables(result)) == 3
+
+
 def test_several_workloads_get_a_table_by_workload_and_method() -> None:
     pytest.importorskip("matplotlib")
     from outrider.bench.html import page

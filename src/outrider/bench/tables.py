@@ -102,8 +102,10 @@ class Section(NamedTuple):
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
     """Return speed and acceptance, expected speedup and latency, and if outputs loop, the speed over the whole outputs."""
+    has_loops = any(cell["loop_share"] for cell in result["cells"])
     cells, precision = [headline(cell) for cell in result["cells"]], result.get("weights") or result["dtype"]
     speeds = f"{result['target']} on {result['device']}, {precision}; ms per round: draft + score + other"
+    speeds += "" if has_loops else "; no tokens in loops"
     reasons = (
         "speedup after the first token: formula, measured, largest difference; "
         "ms to the first token, between tokens (p50/p95); error of predicted plain"
@@ -114,7 +116,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     )
     found = [Section("Speed and acceptance", speeds, SPEEDS, cells)]
     found.append(Section("Expected and measured speedup, and latency", reasons, REASONS, cells))
-    if any(cell["before_loops"] for cell in result["cells"]):
+    if has_loops:
         found.append(Section("Loops", loops, LOOPS, result["cells"]))
     return found
 

@@ -114,8 +114,9 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     Deliberately wrong verifiers run in the same way and must be caught, otherwise the certificate is void. --same-text tests
     that every method, draft length and batch size emits the same tokens.
     """
-    from outrider.cli.session import fitting, load_plain, named_methods
+    from outrider.cli.session import fitting, load_plain, named_methods, start
 
+    start()
     check_outputs({"--out": output.out, "--html": output.html}, options.prompts or [])
     lengths = parse_list(
         "--num-draft-tokens", options.num_draft_tokens or ("1,3,5,8" if models.same_text else "4"), _parse_length

@@ -103,10 +103,12 @@ def command(
     """Measure methods x draft lengths, each in turn with plain decoding; the last line printed is one JSON document."""
     if context.invoked_subcommand is not None:
         return
+    from outrider.cli.session import check_lengths, inflatable, inflate_with_heads, load_plain, resolve, start
+
+    start()
     from outrider.bench.contenders import Contenders
     from outrider.bench.grid import GridPlan, run_grid
     from outrider.bench.workloads import encode_all
-    from outrider.cli.session import check_lengths, inflatable, inflate_with_heads, load_plain, resolve
 
     check_outputs({"--out": outputs.out, "--html": outputs.html}, [grid.prompts], report=outputs.html)
     if grid.inflate is not None:

@@ -59,10 +59,11 @@ def command(
 ) -> None:
     """Run plain and speculative decoding side by side: show both outputs and speeds, and whether the outputs are equal."""
     from outrider.cli.session import auto_method, inflatable, inflate_with_heads, load, read_prompt, resolve, start
+
+    start()
     from outrider.engine.config import longest_draft
     from outrider.engine.methods import methods_in
 
-    start()
     text = DEFAULT_PROMPT if prompt is None else read_prompt(prompt)
     params = sampling.params()
     is_lossless = models.verifier is None or VERIFIERS.get(models.verifier).lossless

@@ -46,7 +46,9 @@ def command(
     sampling: SampleOptions,
 ) -> int:
     """Check whether a draft fits its target: vocabulary, context, memory, then acceptance and speed on a few prompts."""
-    from outrider.cli.session import auto_method, loading, resolve
+    from outrider.cli.session import auto_method, loading, resolve, start
+
+    start()
     from outrider.doctor import DoctorOptions, all_candidates, check_draft
 
     show_notices()

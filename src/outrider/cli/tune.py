@@ -137,7 +137,9 @@ def command(
     All methods and draft lengths run in turn with plain decoding on a few prompts. The slower half is dropped, and the rest run
     on more prompts, until one is left or the remaining ones are equally fast.
     """
-    from outrider.cli.session import fitting, load_plain, named_methods
+    from outrider.cli.session import fitting, load_plain, named_methods, start
+
+    start()
     from outrider.search import Search
     from outrider.search.journal import Journal, exclusive
     from outrider.search.traffic import encoded
