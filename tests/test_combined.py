@@ -25,7 +25,6 @@ class Recorder(Proposer):
     def __init__(self, name, chains, needs_hidden=(), probs=False, parents=None):
         self.name, self.chains, self.needs_hidden = name, chains, needs_hidden
         self.probs, self.parents = probs, parents
-        self.drafts_trees = parents is not None
         self.asked, self.told, self.released, self.hidden = [], [], [], []
 
     def propose(self, context, k):
@@ -102,7 +101,6 @@ def test_chains_become_trees_next_to_trees():
     second = Recorder("second", {"b": [4, 5, 6, 7]}, parents=[-1, -1, 0, 1])
     proposer = combined(first, second)
     proposal = proposer.propose(context_of("a", "b"), 2)
-    assert proposer.drafts_trees
     assert chains_of(proposal) == [[1, 2], [4, 5, 6, 7]]
     assert proposal.parents[0, :2].tolist() == [-1, 0] and proposal.parents[1].tolist() == [-1, -1, 0, 1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -209,6 +210,14 @@ def test_parts_of_a_continued_sampler_have_the_settings_of_its_sources_part() ->
         part = kept.continued(ahead).take([3, 1])
         assert part._shaping is kept.take([3, 1])._shaping
         assert [len(request.token_ids) for request in part.requests] == [len(PROMPT + output), 8]
+
+
+def test_a_sampler_keeps_those_of_few_parts() -> None:
+    """One lasts as long as its batch, in which any requests may draft; each part has tensors of the vocabulary's size."""
+    kept = Sampler([request_of(SamplingParams(), seed) for seed in range(6)], VOCAB)
+    for rows in itertools.combinations(range(6), 3):
+        assert kept.take(rows) is kept.take(rows)
+    assert len(kept._parts) <= 16
 
 
 def test_a_bias_changes_the_logits_of_its_request_only() -> None:

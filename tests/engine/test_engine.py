@@ -200,13 +200,10 @@ class ChainVerifier(RejectionVerifier):
         return super().verify(proposal, target, random)
 
 
-@pytest.mark.parametrize("drafts_trees", [True, False])
-def test_a_verifier_of_chains_gets_the_first_path_of_each_tree(drafts_trees):
-    """Also if the proposer does not declare its trees: it must not fail the batch."""
+def test_a_verifier_of_chains_gets_the_first_path_of_each_tree():
     runner = TableRunner()
-    proposer = forked_tree(runner)
-    proposer.drafts_trees = drafts_trees
-    found = run(engine := make_engine(proposer, 2, runner=runner, verifier=ChainVerifier()), requests(temperature=1.0))
+    engine = make_engine(forked_tree(runner), 2, runner=runner, verifier=ChainVerifier())
+    found = run(engine, requests(temperature=1.0))
     assert {reason for _, _, reason in outputs(found).values()} == {"length"}
     assert engine.stats.most_drafts == 1 and engine.stats.faults == 0
 
@@ -262,7 +259,6 @@ def test_logprobs_of_a_tree_come_from_the_row_each_token_was_sampled_from():
         return Proposal(torch.tensor(drafts), torch.tensor([4]), None, torch.tensor(parents))
 
     proposer = ScriptedProposer(tree)
-    proposer.drafts_trees = True
     emissions = run(make_engine(proposer, 2, runner=runner), requests(1, logprobs=2, max_tokens=12))["r0"]
     assert max(len(emission.token_ids) for emission in emissions) == 3
     assert_logprobs_are_the_targets(runner, emissions)
@@ -302,7 +298,6 @@ def test_features_of_every_committed_token_reach_the_proposer_once():
 class TreeFeatures(Features):
     """Drafts a wrong token before each correct one, so that accepted nodes are not the first ones of the tree."""
 
-    drafts_trees = True
 
     def propose(self, context, k):
         chain = super().propose(context, k)
@@ -322,7 +317,6 @@ def test_features_of_a_trees_accepted_path_reach_the_proposer():
 class RightFirst(Features):
     """Drafts a wrong token after each correct one, and records the accepted nodes."""
 
-    drafts_trees = True
 
     def propose(self, context, k):
         chain = super().propose(context, k)

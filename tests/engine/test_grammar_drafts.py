@@ -206,7 +206,6 @@ def test_a_draft_that_leads_into_a_dead_end_costs_the_request_nothing(is_tree: b
         return replace(chain, parents=torch.tensor([[-1, 0, 1]] * len(right))) if is_tree else chain
 
     proposer = ScriptedProposer(drafts)
-    proposer.drafts_trees = is_tree
     engine = make_engine(proposer, k=3, coupled=True)
     found = run(engine, [forced("a", trap(refuses, lure), **params), make_request("b", [5, 6], **params)])
     alone = make_engine(coupled=True, grammar_drafts=False)
@@ -290,7 +289,6 @@ def test_trees_hang_on_the_last_forced_token() -> None:
         return Proposal(token_ids, torch.full((len(best),), 3), None, torch.tensor([[-1, -1, 1]] * len(best)))
 
     proposer = ScriptedProposer(tree)
-    proposer.drafts_trees = True
     engine = make_engine(proposer, k=2, runner=runner)
     found = run(engine, [forced("a", blocks, max_tokens=40), make_request("b", [5, 6], max_tokens=40)])
     assert outputs(found)["a"] == plain_output(blocks, max_tokens=40)
@@ -428,7 +426,7 @@ def test_forced_tokens_that_a_proposer_misses_are_drafted_without_it(is_tree: bo
         return replace(chain, parents=parents) if is_tree else chain
 
     proposer = ScriptedProposer(wrong)
-    proposer.drafts_ahead, proposer.drafts_trees = False, is_tree
+    proposer.drafts_ahead = False
     engine = make_engine(proposer, k=6)
     found = run(engine, [forced("a", blocks, max_tokens=50), make_request("b", [5, 6], max_tokens=50)])
     assert outputs(found)["a"] == plain_output(blocks, max_tokens=50)
@@ -460,7 +458,6 @@ def test_forced_nodes_of_a_tree_count_for_the_grammar() -> None:
         return FREE if len(output) % 2 == 0 else [3]
 
     proposer = ScriptedProposer(tree)
-    proposer.drafts_trees = True
     engine = make_engine(proposer, k=2, runner=runner)
     engine.observer = lambda _, round_: rounds.append(round_)
     found = run(engine, [forced("a", rule, max_tokens=40)])
@@ -486,7 +483,6 @@ def test_verdicts_have_the_indices_of_the_proposers_own_tree(grammar_drafts: boo
     class Trees(Proposer):
         """Draft a forbidden token, and two correct tokens, each after a forbidden one."""
 
-        drafts_trees = True
 
         def propose(self, context: Context, k: int) -> Proposal:
             (request,) = context.requests

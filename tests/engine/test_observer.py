@@ -39,6 +39,7 @@ def test_an_observer_sees_every_round_as_it_was_settled() -> None:
         assert round_.num_accepted == [len(path)]
         assert last.token_ids == [emission.token_ids] and last.texts == [emission.text]
     assert [round_.is_prefill for _, round_ in seen] == [True] + [False] * (len(seen) - 1)
+    assert [last.k for last, _ in seen] == [2] * (len(seen) - 1) + [0]  # the last token leaves no room for drafts
     assert len(emitted) == 9
 
 
@@ -52,7 +53,6 @@ def test_a_path_that_ends_at_a_leaf_counts_only_its_depths_as_judged() -> None:
         return Proposal(torch.tensor([[right, wrong, wrong]]), torch.tensor([3]), None, torch.tensor([[-1, -1, 1]]))
 
     proposer = ScriptedProposer(tree)
-    proposer.drafts_trees = True
     engine = make_engine(proposer, k=2, runner=runner)
     seen: list[Round] = []
     engine.observer = lambda _, round_: seen.append(round_)

@@ -331,7 +331,7 @@ class Engine:
         token_ids, limit = request.token_ids, None
         if self._hidden:
             num_draft_cached = self._guard.start(request)
-            if request.may_draft and request.num_draft_tokens is None:
+            if request.follows_policy:
                 num_recomputed = max(self.runner.num_cached(request.request_id, token_ids) - num_draft_cached, 0)
                 request.may_draft = self.policy.start(request, len(self.scheduler.running), num_draft_cached, num_recomputed)
             limit = num_draft_cached if request.may_draft else None

@@ -127,9 +127,6 @@ class Sampler:
     ) -> Tensor:
         counts = _counts(logits, lens)
         scores = self._scores(logits, drafts, parents, start, counts)
-        if self._all_greedy:
-            token_ids = self._choose(scores, parents, start, counts)
-            return torch.zeros_like(scores).scatter_(-1, token_ids.unsqueeze(-1), 1.0)
         probs, invalid = self._shaping.probs(scores, counts)
         self._check(invalid, scores.shape[1])
         return probs
