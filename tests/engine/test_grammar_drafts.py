@@ -242,7 +242,8 @@ def test_the_proposer_drafts_after_the_run_and_is_told_of_its_own_drafts() -> No
     lens = [len(seen) for seen, _ in asked]
     assert lens == [2, *lens[1:]] and all((length - 2) % 5 == 0 for length in lens)  # drafts start after whole runs
     assert all(limit <= 16 - (len(seen) - 2) - 1 for seen, limit in asked)
-    assert all(told == text[: len(told)] and accepted <= 2 for told, accepted in recorder.told if told[:2] == [3, 4])
+    told = [(seen, accepted) for seen, accepted in recorder.told if seen[:2] == [3, 4]]
+    assert told and all(seen == text[: len(seen)] and accepted <= 2 for seen, accepted in told)
     assert engine.stats.faults == 0
 
 
@@ -364,7 +365,7 @@ def test_the_policy_sees_the_requests_as_committed() -> None:
     engine = make_engine(Recorder(), policy=policy)
     request = forced("a", blocks, max_tokens=30)
     run(engine, [request])
-    assert all(context.requests[0] is request for context, _ in policy.rounds)
+    assert policy.rounds and all(context.requests[0] is request for context, _ in policy.rounds)
 
 
 def test_sampling_params_with_a_grammar_of_ones_own() -> None:
@@ -600,4 +601,4 @@ def test_a_rejected_guess_is_no_rejected_draft() -> None:
         )
         assert outputs(run(engine, [forced("a", rule, max_tokens=20)]))["a"][0] == greedy
     drafted = [each for each in rounds if each.num_grammar is not None and each.num_grammar[0] and each.depths[0]]
-    assert all(each.num_reached[0] <= each.depths[0] for each in drafted)
+    assert drafted and all(each.num_reached[0] <= each.depths[0] for each in drafted)
