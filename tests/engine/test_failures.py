@@ -241,6 +241,7 @@ def test_features_continue_after_another_requests_invalid_draft():
 @pytest.mark.parametrize("kind", ["fails_for", "nan_for"])
 def test_a_failing_target_is_an_error_for_that_request_alone(kind):
     runner = TableRunner()
+    runner.kept = []
     engine = make_engine(oracle(runner, 1), 3, runner=runner)
     for request in requests(3):
         engine.add(request)
@@ -256,6 +257,7 @@ def test_a_failing_target_is_an_error_for_that_request_alone(kind):
     wanted = plain(3)
     assert all(wanted[name][0][-len(tokens[name]) :] == tokens[name] for name in ("r0", "r2"))
     assert runner.cached == {}
+    assert [text[0] for text in runner.kept] == [3, 1]  # the cache of a failed request is not reused
 
 
 def failing_on_drafts(runner, name, kind):
@@ -479,10 +481,16 @@ def test_nothing_is_kept_of_requests_that_ended_in_an_interrupted_round():
     engine = make_engine()
     for request in requests(max_tokens=1):
         engine.add(request)
-    engine.policy.observe = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+
+    def interrupted(*_):
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    engine.policy.observe = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert not engine.has_work and not engine._ledger._requests
+    assert engine._clock.take().total < 0.2  # it is not part of the next round
 
 
 def test_every_request_can_continue_after_an_interrupt():
@@ -492,9 +500,12 @@ def test_every_request_can_continue_after_an_interrupt():
     for request in mine:
         engine.add(request)
     engine.step()
+    reserved = []
+    runner.admit = lambda name, num_tokens: reserved.append((name, num_tokens)) or True
     commit, runner.commit = runner.commit, lambda context, verdict: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
+    assert reserved == [(request.request_id, request.num_prompt_tokens + 23) for request in mine]  # their memory was released
     runner.commit = commit
     while engine.has_work:
         engine.step()

@@ -115,7 +115,11 @@ class Sampler:
             probs = self.probs(logits, drafts, parents, start, lens)
             return torch.stack([self.draw(probs[:, j], start + j) for j in range(probs.shape[1])], dim=1)
         counts = _counts(logits, lens)
-        return self._choose(self._scores(logits, drafts, parents, start, counts), parents, start, counts)
+        scores = self._scores(logits, drafts, parents, start, counts)
+        width = scores.shape[1]
+        token_ids, invalid = self._shaping.choose(scores, self._noise_keys(width, parents, start), counts)
+        self._check(invalid, width)
+        return token_ids
 
     def probs(
         self,
@@ -159,13 +163,6 @@ class Sampler:
                 scores = scores.clone() if scores is logits else scores
                 rules.apply_(scores, drafts, parents, start, counts)
         return scores
-
-    def _choose(self, scores: Tensor, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
-        """Return the tokens [B, M] of a deterministic round."""
-        width = scores.shape[1]
-        token_ids, invalid = self._shaping.choose(scores, self._noise_keys(width, parents, start), counts)
-        self._check(invalid, width)
-        return token_ids
 
     def _check(self, invalid: Sequence[int], width: int) -> None:
         """Raise ``InvalidLogits`` if there are ``invalid`` rows, of ``width`` per request."""
