@@ -298,7 +298,6 @@ def test_features_of_every_committed_token_reach_the_proposer_once():
 class TreeFeatures(Features):
     """Drafts a wrong token before each correct one, so that accepted nodes are not the first ones of the tree."""
 
-
     def propose(self, context, k):
         chain = super().propose(context, k)
         wrong = (chain.token_ids + 1) % VOCAB
@@ -316,7 +315,6 @@ def test_features_of_a_trees_accepted_path_reach_the_proposer():
 
 class RightFirst(Features):
     """Drafts a wrong token after each correct one, and records the accepted nodes."""
-
 
     def propose(self, context, k):
         chain = super().propose(context, k)

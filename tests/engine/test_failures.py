@@ -356,7 +356,6 @@ def test_after_a_target_failure_each_verdict_matches_its_own_tree():
     class Trees(Proposer):
         """Draft two correct tokens and a wrong one, in another order for r0 than for the others."""
 
-
         def propose(self, context, k):
             right = [greedy_continuation(runner, request.token_ids, 2) for request in context.requests]
             first = [name == "r0" for name in context.request_ids]

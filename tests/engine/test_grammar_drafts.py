@@ -484,7 +484,6 @@ def test_verdicts_have_the_indices_of_the_proposers_own_tree(grammar_drafts: boo
     class Trees(Proposer):
         """Draft a forbidden token, and two correct tokens, each after a forbidden one."""
 
-
         def propose(self, context: Context, k: int) -> Proposal:
             (request,) = context.requests
             self.output, right = request.token_ids[request.num_prompt_tokens :], []
