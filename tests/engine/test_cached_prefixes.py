@@ -180,9 +180,9 @@ def test_a_proposer_that_fails_at_the_start_reads_nothing_more():
     def fail(request):
         raise RuntimeError("no memory")
 
-    proposer.start = fail
+    proposer.start, num_received = fail, proposer.num_received
     conversation(engine, turns=2)
-    assert engine.stats.faults == 2
+    assert engine.stats.faults == 2 and proposer.num_received == num_received
 
 
 def test_rows_of_requests_without_drafts_have_no_parents():

@@ -341,6 +341,29 @@ def test_a_target_without_trees_scores_the_first_path_of_each(supports_trees):
     assert [0, 2, 4][: len(proposer.accepted[0])] == proposer.accepted[0]
 
 
+class InTurn(RightFirst):
+    """Drafts trees and chains in turn, and records the accepted nodes of the first request."""
+
+    def __init__(self, runner):
+        super().__init__(runner)
+        self.is_chain, self.told = True, []
+
+    def propose(self, context, k):
+        self.is_chain = not self.is_chain
+        return Features.propose(self, context, k) if self.is_chain else super().propose(context, k)
+
+    def commit(self, context, verdict):
+        self.told.append((self.is_chain, verdict.paths[0]))
+
+
+def test_the_verdict_on_a_chain_after_a_tree_has_the_indices_of_the_chain():
+    runner = TableRunner()
+    runner.supports_trees = False
+    engine = make_engine(proposer := InTurn(runner), 3, runner=runner)
+    assert outputs(run(engine, requests(1))) == plain(1)
+    assert proposer.told[:4] == [(False, [0, 2, 4]), (True, [0, 1, 2])] * 2 and engine.stats.faults == 0
+
+
 def test_drafts_are_limited_by_what_the_target_can_roll_back():
     runner = TableRunner()
     runner.max_drafts = 2
@@ -403,6 +426,22 @@ def test_features_of_a_prompt_are_kept_until_its_last_sample_started():
         if engine.scheduler.find("r0"):
             assert bool(engine._guard._features._prompts) == (waiting[-1] > 0)
     assert 1 in waiting and 0 in waiting and engine.stats.faults == 0
+
+
+def test_features_of_a_prompt_are_dropped_with_its_request_if_no_sample_started():
+    runner = TableRunner(max_batch=1)
+    engine = make_engine(Features(runner), 2, runner=runner)
+    engine.add(make_request("r0", PROMPTS[2], max_tokens=9))
+    engine.add(make_request("r1", PROMPTS[2], max_tokens=9), fork_of="r0")
+    engine.step()
+    states = engine._guard._features._prompts["r0"]
+    engine.add(make_request("r2", PROMPTS[2], max_tokens=9), fork_of="r0")
+    assert engine._guard._features._prompts["r0"] is states is not None
+    for name in ("r1", "r2"):
+        engine.abort(name)
+    while engine.has_work:
+        engine.step()
+    assert not engine._guard._features._prompts
 
 
 def test_features_of_tokens_that_are_read_again_reach_the_proposer_once():

@@ -254,10 +254,18 @@ def test_a_failing_target_is_an_error_for_that_request_alone(kind):
             tokens.setdefault(emission.request_id, []).extend(emission.token_ids)
     assert [last[f"r{b}"].finish_reason for b in range(3)] == ["length", "error", "length"]
     assert ("out of memory" if kind == "fails_for" else "NaN") in last["r1"].error
+    assert engine.stats.faults == 0  # its drafts are not the reason
     wanted = plain(3)
     assert all(wanted[name][0][-len(tokens[name]) :] == tokens[name] for name in ("r0", "r2"))
     assert runner.cached == {}
     assert [text[0] for text in runner.kept] == [3, 1]  # the cache of a failed request is not reused
+
+
+def test_a_failed_round_without_drafts_is_not_run_again():
+    runner = TableRunner()
+    runner.fails_for = {"r0"}
+    (emission,) = run(make_engine(runner=runner), requests(1))["r0"]
+    assert emission.finish_reason == "error" and runner.num_scores == 1
 
 
 def failing_on_drafts(runner, name, kind):

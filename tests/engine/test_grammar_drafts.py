@@ -349,6 +349,12 @@ def test_rounds_book_forced_rows_in_the_pass_and_nowhere_else() -> None:
     assert engine.stats.most_drafts == 2 and max(engine.stats.acceptance_histogram) <= 2
 
 
+def test_no_draft_is_rejected_where_all_are_accepted_beside_a_longer_run() -> None:
+    engine = make_engine(oracle(TableRunner()), k=2)
+    found = run(engine, [forced("a", blocks, max_tokens=60), make_request("b", [5, 6], max_tokens=60)])
+    assert {origin for emission in found["b"] for origin in emission.origins} - {"plain"} == {"accepted", "bonus"}
+
+
 class Asked(FixedLength):
     """Records the rounds it observes."""
 
@@ -415,6 +421,7 @@ def test_a_proposer_that_needs_hidden_states_drafts_through_a_short_run() -> Non
         and engine.stats.num_accepted + engine.stats.num_grammar_tokens + len(rounds) == 50
     )
     assert all(each.depths == each.num_accepted and max(each.depths) <= 2 for each in rounds)  # of six, four are forced
+    assert max(each.proposed_depths[0] for each in rounds) == 6
 
 
 @pytest.mark.parametrize("is_tree", [False, True])

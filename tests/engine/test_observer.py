@@ -90,3 +90,11 @@ def test_plain_rounds_are_cold_after_model_drafts_but_not_after_lookup(runs_mode
     plain = [each.is_cold for each in seen if not any(each.lens)]
     assert len(plain) > NUM_COLD + 1 and not any(each.is_cold for each in seen if any(each.lens))
     assert plain == [runs_model] * NUM_COLD + [False] * (len(plain) - NUM_COLD)
+
+
+def test_the_time_of_a_round_that_prefills_is_not_the_cost_of_a_pass() -> None:
+    engine = make_engine()
+    engine.add(make_request("r", [1, 2], max_tokens=3))
+    for is_known in (False, True):
+        engine.step()
+        assert (engine.runner.costs.plain_round(1, 2) is not None) == is_known

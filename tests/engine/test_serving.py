@@ -142,6 +142,14 @@ def test_a_proposer_prefills_long_prompts_in_chunks_without_delaying_others():
     assert [len(emission.token_ids) for emission in found["r1"]][:6] == [1, 1, 1, 1, 4, 4]
 
 
+def test_a_proposer_prefills_nothing_if_no_drafts_are_requested():
+    runner, asked = TableRunner(), []
+    proposer = oracle(runner)
+    proposer.prefill = lambda requests: asked.append(requests) or [True] * len(requests)
+    assert outputs(run(make_engine(proposer, 0, runner=runner), requests())) == outputs(run(make_engine(), requests()))
+    assert not asked
+
+
 def test_no_drafts_are_requested_while_a_round_prefills_the_prompt():
     runner = TableRunner()
     runner.short = 4  # r2's eight tokens are prefilled in its first round
