@@ -145,6 +145,15 @@ def test_a_prompt_as_long_as_the_context_is_rejected(length):
     assert runner.num_scores == 0
 
 
+def test_a_round_reaches_a_border_and_does_not_cross_it():
+    runner, nums = TableRunner(), []
+    engine = make_engine(oracle(runner), 4, runner=runner)
+    engine.scheduler.borders = (8,)
+    engine.observer = lambda result, _: nums.append(result.proposal.num_nodes)
+    assert outputs(run(engine, requests(1, max_tokens=20))) == plain(1, max_tokens=20)
+    assert nums == [4, 0, 4, 4, 3]  # the prompt has 3 tokens
+
+
 def test_requests_above_max_batch_wait():
     runner = TableRunner(max_batch=2)
     many = [make_request(f"r{i}", PROMPTS[i % 3], max_tokens=5 + i) for i in range(7)]
@@ -470,6 +479,17 @@ def test_a_sample_whose_prompt_cannot_be_copied_is_prefilled():
     while engine.has_work:
         engine.step()
     assert engine.stats.faults == 0
+
+
+def test_a_sample_whose_prompt_has_ended_is_prefilled():
+    engine = make_engine(runner=TableRunner(max_batch=1))
+    engine.add(make_request("r0", PROMPTS[2], max_tokens=3))
+    engine.add(make_request("r1", PROMPTS[2], max_tokens=3), fork_of="r0")
+    found = {"r0": [], "r1": []}
+    while engine.has_work:
+        for emission in engine.step():
+            found[emission.request_id].append(emission)
+    assert outputs(found)["r0"] == outputs(found)["r1"] and found["r1"][-1].finish_reason == "length"
 
 
 def test_features_of_requests_that_never_draft_are_not_kept():

@@ -266,6 +266,13 @@ def test_clients_take_turns_and_priorities_go_first():
     assert order_of(asked) == ["c1", "a1", "b1", "a2", "b2", "a3"]
 
 
+def test_a_long_prompt_waits_for_short_ones_of_other_clients():
+    engine = make_engine()
+    for client, length in (("a", 40), ("b", 3)):
+        engine.add(make_request(client, [1] * length, max_tokens=2), None, client)
+    assert [entry.client for entry in engine.scheduler.waiting] == ["b", "a"]
+
+
 def num_running(*clients, max_batch=8):
     """Return how many requests of each client run after one step, if each client fills the batch."""
     engine = make_engine(runner=TableRunner(max_batch=max_batch))
