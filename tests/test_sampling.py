@@ -170,14 +170,19 @@ def test_a_continued_sampler_equals_a_new_one() -> None:
     params = [replace(SETTINGS[-1], temperature=1.0), SETTINGS[-2], SETTINGS[12], replace(SETTINGS[-1], seed=1)]
     requests, logits = [request_of(each, seed) for seed, each in enumerate(params)], random_logits(len(params), 3)
     drafts, kept = torch.tensor([[7, 8]] * len(params)), Sampler(requests, VOCAB)
-    before = kept.probs(logits, drafts)
+    others = torch.tensor([[12, 8]] * len(params))
+    before, before_others = kept.probs(logits, drafts), kept.probs(logits, others)
     ahead = {b: replace(requests[b], token_ids=[*requests[b].token_ids, 12, 9]) for b in (0, 1)}
     continued, fresh = kept.continued(ahead), Sampler([ahead.get(b, each) for b, each in enumerate(requests)], VOCAB)
     assert torch.equal(continued.probs(logits, drafts), fresh.probs(logits, drafts))
     flat = torch.full((len(params), VOCAB), 1 / VOCAB)
     assert torch.equal(continued.draw(flat, 0), fresh.draw(flat, 0))
     assert torch.equal(continued.take([1, 2]).probs(logits[:2], drafts[:2]), fresh.take([1, 2]).probs(logits[:2], drafts[:2]))
-    assert torch.equal(kept.probs(logits, drafts), before)
+    assert torch.equal(kept.probs(logits, drafts), before) and torch.equal(kept.probs(logits, others), before_others)
+    alone, halves = Sampler(requests, VOCAB), torch.full((len(params), 40), 0.5)
+    for _ in range(2):
+        assert torch.equal(kept.bernoulli(halves), alone.bernoulli(halves))
+        continued.bernoulli(halves)
 
 
 def test_another_batch_and_parts_of_one_count_no_text_again(monkeypatch: pytest.MonkeyPatch) -> None:

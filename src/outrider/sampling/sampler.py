@@ -94,7 +94,7 @@ class Sampler:
         other._min_tokens = MinTokens(other.requests, self.eos_token_ids, self.vocab_size, self.device)
         other._grammars = GrammarMasks(other.requests)
         other._penalties = self._penalties.continued(requests)
-        other._lens, other._num_calls, other._prefixes, other._parts = [], Counter(), {}, {}
+        other._num_calls, other._prefixes, other._parts = Counter(), {}, {}
         other._source = self
         return other
 
