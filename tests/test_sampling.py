@@ -182,7 +182,7 @@ def test_a_continued_sampler_equals_a_new_one() -> None:
     alone, halves = Sampler(requests, VOCAB), torch.full((len(params), 40), 0.5)
     for _ in range(2):
         assert torch.equal(kept.bernoulli(halves), alone.bernoulli(halves))
-        continued.bernoulli(halves)
+        assert torch.equal(continued.bernoulli(halves), fresh.bernoulli(halves))
 
 
 def test_another_batch_and_parts_of_one_count_no_text_again(monkeypatch: pytest.MonkeyPatch) -> None:
