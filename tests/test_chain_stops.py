@@ -72,6 +72,12 @@ def test_confidences_are_calibrated_by_what_is_accepted():
     assert not started(DraftPrices(0.9 * FIRST_RATE, 0.0)).add([0.5])
 
 
+def test_the_next_draft_is_expected_to_be_accepted_as_often_as_earlier_ones():
+    doubted = taught([(0.05, False)] * 60)  # of another confidence
+    assert started(DraftPrices(0.5, 0.0)).add([0.99])
+    assert not started(DraftPrices(0.5, 0.0), stops=doubted).add([0.99])
+
+
 @pytest.mark.parametrize("others", [{"temperature": 0.8}, {}])
 def test_a_verdict_does_not_count_for_the_chains_of_an_earlier_round(others, monkeypatch):
     """The round before had prices and got no verdict, because the target failed."""

@@ -25,7 +25,6 @@ class Recorder(Proposer):
     def __init__(self, name, chains, needs_hidden=(), probs=False, parents=None):
         self.name, self.chains, self.needs_hidden = name, chains, needs_hidden
         self.probs, self.parents = probs, parents
-        self.drafts_trees = parents is not None
         self.asked, self.told, self.released, self.hidden = [], [], [], []
 
     def propose(self, context, k):
@@ -89,6 +88,17 @@ def test_a_small_k_does_not_make_a_short_match_long_enough():
     assert chains_of(proposer.propose(context_of("a", "b", limits=[1, 1]), 2))[1] == [2]
 
 
+def test_each_method_is_asked_for_at_most_its_own_maximum():
+    first, second = Recorder("first", {}), Recorder("second", {})
+    for longer, shorter, asked in ((first, second, (40, 7)), (second, first, (7, 31))):
+        longer.max_drafts, longer.auto_drafts, longer.drafts_ahead = 40, 31, False
+        shorter.max_drafts, shorter.auto_drafts, shorter.drafts_ahead = 7, 9, True
+        proposer = combined(first, second)
+        assert (proposer.max_drafts, proposer.auto_drafts, proposer.drafts_ahead) == (40, 31, False)
+        proposer.propose(context_of("a"), 40)
+        assert (first.asked[-1][2], second.asked[-1][2]) == asked
+
+
 def test_point_masses_become_one_hots_next_to_probabilities():
     first, second = Recorder("first", {"a": [1, 2, 3]}), Recorder("second", {"b": [4]}, probs=True)
     proposal = combined(first, second).propose(context_of("a", "b"), 4)
@@ -102,7 +112,6 @@ def test_chains_become_trees_next_to_trees():
     second = Recorder("second", {"b": [4, 5, 6, 7]}, parents=[-1, -1, 0, 1])
     proposer = combined(first, second)
     proposal = proposer.propose(context_of("a", "b"), 2)
-    assert proposer.drafts_trees
     assert chains_of(proposal) == [[1, 2], [4, 5, 6, 7]]
     assert proposal.parents[0, :2].tolist() == [-1, 0] and proposal.parents[1].tolist() == [-1, -1, 0, 1]
 
@@ -162,11 +171,26 @@ def test_stored_features_are_copied_before_there_are_many():
     assert second.hidden == [{2: [[float(value) for value in range(201)]]}]
 
 
-def test_a_released_request_is_released_in_both_methods():
+def test_a_round_without_features_does_not_change_their_type():
+    proposer = combined(Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {}, needs_hidden=(1,)))
+    for states in (torch.empty(0), torch.ones(1, 1, dtype=torch.bfloat16)):
+        proposer.propose(context_of("a", hidden={1: [states]}), 3)
+    assert [states.dtype for states in proposer._unread["a"][1]] == [torch.bfloat16]
+
+
+def test_the_second_method_is_prepared():
+    second, prepared = Recorder("second", {}), []
+    second.prepare = lambda: prepared.append(True)
+    combined(Recorder("first", {}), second).prepare()
+    assert prepared
+
+
+@pytest.mark.parametrize("end", ["release", "retire"])
+def test_a_request_that_ended_is_released_in_both_methods(end):
     first, second = Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {}, needs_hidden=(1,))
     proposer = combined(first, second)
     proposer.propose(context_of("a", hidden={1: [torch.ones(1, 1)]}), 3)
-    proposer.release(["a"])
+    getattr(proposer, end)(["a"])
     assert first.released == second.released == ["a"]
     first.chains = {}
     proposer.propose(context_of("a", hidden={1: [torch.zeros(1, 1)]}), 3)

@@ -91,10 +91,10 @@ def test_the_inner_proposer_gets_the_verdict_on_its_own_drafts_only() -> None:
 
 def test_attributes_are_those_of_the_inner_proposer() -> None:
     class Tree(ScriptedProposer):
-        name, drafts_trees, max_drafts, needs_hidden = "tree", True, 7, (2,)
+        name, max_drafts, needs_hidden = "tree", 7, (2,)
 
         def num_nodes(self, k: int) -> int:
             return 3 * k
 
     worn = Degraded(Tree(lambda context, k: chain()))
-    assert (worn.name, worn.drafts_trees, worn.max_drafts, worn.needs_hidden, worn.num_nodes(2)) == ("tree", True, 7, (2,), 6)
+    assert (worn.name, worn.max_drafts, worn.needs_hidden, worn.num_nodes(2)) == ("tree", 7, (2,), 6)

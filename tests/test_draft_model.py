@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -216,9 +217,12 @@ def build(tmp_path, draft, tokenizer=None, **setting):
 
 
 def test_it_is_built_from_a_folder_with_the_targets_settings(tmp_path):
-    proposer = build(tmp_path, make_folder(tmp_path / "draft"), make_tokenizer())
-    assert proposer.draft.config is not None
-    assert proposer.draft.vocab_size == len(make_tokenizer())
+    """Without the memory limit of the target's own cache."""
+    config = RunnerConfig(compile="never", max_len=40, max_batch=3, kv_memory=1.0)
+    target = ModelRunner.load(make_folder(tmp_path / "target", seed=1), config)
+    draft = METHOD.build(Setting(target, make_tokenizer(), make_folder(tmp_path / "draft"))).draft
+    assert draft.vocab_size == len(make_tokenizer())
+    assert draft.config == replace(config, kv_memory=None, device=target.device)
 
 
 def test_it_is_built_from_a_loaded_model(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -169,14 +170,19 @@ def test_a_continued_sampler_equals_a_new_one() -> None:
     params = [replace(SETTINGS[-1], temperature=1.0), SETTINGS[-2], SETTINGS[12], replace(SETTINGS[-1], seed=1)]
     requests, logits = [request_of(each, seed) for seed, each in enumerate(params)], random_logits(len(params), 3)
     drafts, kept = torch.tensor([[7, 8]] * len(params)), Sampler(requests, VOCAB)
-    before = kept.probs(logits, drafts)
+    others = torch.tensor([[12, 8]] * len(params))
+    before, before_others = kept.probs(logits, drafts), kept.probs(logits, others)
     ahead = {b: replace(requests[b], token_ids=[*requests[b].token_ids, 12, 9]) for b in (0, 1)}
     continued, fresh = kept.continued(ahead), Sampler([ahead.get(b, each) for b, each in enumerate(requests)], VOCAB)
     assert torch.equal(continued.probs(logits, drafts), fresh.probs(logits, drafts))
     flat = torch.full((len(params), VOCAB), 1 / VOCAB)
     assert torch.equal(continued.draw(flat, 0), fresh.draw(flat, 0))
     assert torch.equal(continued.take([1, 2]).probs(logits[:2], drafts[:2]), fresh.take([1, 2]).probs(logits[:2], drafts[:2]))
-    assert torch.equal(kept.probs(logits, drafts), before)
+    assert torch.equal(kept.probs(logits, drafts), before) and torch.equal(kept.probs(logits, others), before_others)
+    alone, halves = Sampler(requests, VOCAB), torch.full((len(params), 40), 0.5)
+    for _ in range(2):
+        assert torch.equal(kept.bernoulli(halves), alone.bernoulli(halves))
+        assert torch.equal(continued.bernoulli(halves), fresh.bernoulli(halves))
 
 
 def test_another_batch_and_parts_of_one_count_no_text_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +215,14 @@ def test_parts_of_a_continued_sampler_have_the_settings_of_its_sources_part() ->
         part = kept.continued(ahead).take([3, 1])
         assert part._shaping is kept.take([3, 1])._shaping
         assert [len(request.token_ids) for request in part.requests] == [len(PROMPT + output), 8]
+
+
+def test_a_sampler_keeps_those_of_few_parts() -> None:
+    """One lasts as long as its batch, in which any requests may draft; each part has tensors of the vocabulary's size."""
+    kept = Sampler([request_of(SamplingParams(), seed) for seed in range(6)], VOCAB)
+    for rows in itertools.combinations(range(6), 3):
+        assert kept.take(rows) is kept.take(rows)
+    assert len(kept._parts) <= 16
 
 
 def test_a_bias_changes_the_logits_of_its_request_only() -> None:

@@ -257,6 +257,16 @@ def test_tokens_committed_after_the_first_round_are_stored():
     assert propose(proposer, request([4, 5], "second"), k=1) == [[6]]
 
 
+def test_the_requests_own_tokens_are_stored_if_a_copy_was_drafted_for():
+    """In a round with forced tokens the request is a copy that ends with them."""
+    proposer, first = with_memory(1000), request([1, 2, 3], "first")
+    proposer.prefill([first])
+    propose(proposer, request([1, 2, 3, 4], "first"))
+    first.token_ids += [4, 5, 6]
+    proposer.retire(["first"])
+    assert propose(proposer, request([4, 5], "second"), k=1) == [[6]]
+
+
 def test_a_request_that_is_dropped_before_its_end_is_not_stored():
     proposer, running = with_memory(1000), request([1, 2, 3, 4, 5], "running")
     propose(proposer, running)
@@ -293,6 +303,14 @@ def test_a_running_request_uses_added_outputs_and_not_dropped_ones():
     propose(proposer, request(proposer_more, "long"))
     proposer.retire(["long"])
     assert propose(proposer, running, k=2) == [[]]
+
+
+def test_a_match_in_an_earlier_text_is_not_longer_than_the_requests_own():
+    proposer, running = with_memory(1000, drafts_per_match=1.0), request([1, 2], "running")
+    propose(proposer, request([1, 2, 1, 2, 9, 8, 7], "ended"))
+    proposer.retire(["ended"])
+    for _ in range(2):
+        assert propose(proposer, running, k=9) == [[9, 8]]
 
 
 @pytest.mark.parametrize("seed", range(4))

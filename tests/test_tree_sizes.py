@@ -7,7 +7,7 @@ from heads.writers import HIDDEN, write_eagle3, write_medusa
 from tiny_folder import make_folder
 
 from outrider import LLM, SamplingParams
-from outrider.proposers.tree_sizes import TreeCosts, TreeSizes
+from outrider.proposers.tree_sizes import REFRESH, TreeCosts, TreeSizes
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.cost_book import CostBook
 from outrider.types import Context, Request
@@ -95,6 +95,21 @@ def test_costs_of_an_unmeasured_batch_are_predicted_from_its_rows(runner):
     priced(runner, 0.2)
     costs = TreeSizes(runner, None).costs(context(batch=2))
     assert costs.passes[3] == pytest.approx(1.0 + 0.2 * 7)
+
+
+def test_costs_are_read_again_after_some_rounds(runner):
+    priced(runner, 0.0)
+    sizes = TreeSizes(runner, None)
+    before = sizes.costs(context())
+    priced(runner, 0.5)
+    found = [sizes.costs(context()) for _ in range(REFRESH)]
+    assert all(each is before for each in found[:-1]) and found[-1].passes[3] > before.passes[3]
+
+
+def test_a_tree_of_the_same_size_follows_new_rates(runner):
+    sizes = TreeSizes(runner, 3)
+    for rates, depths in (((0.9, 0.1), (1, 2, 3)), ((0.4, 0.3, 0.2), (1, 1, 1))):
+        assert sizes.shape([rates] * 3, context(), is_levelwise=True).depths == depths
 
 
 def test_a_fixed_size_measures_no_costs(runner):

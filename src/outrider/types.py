@@ -90,7 +90,6 @@ class BatchSampler(Randomness, Protocol):
 
     requests: tuple[Request, ...]
     vocab_size: int
-    coupled: bool  # noise is keyed by (seed, position): the same text with drafts and without
 
     @property
     def is_deterministic(self) -> bool:

@@ -146,12 +146,15 @@ def test_a_request_that_does_not_take_part_in_drafting_takes_the_whole_prefix():
 def test_the_policy_is_told_what_the_proposer_has_read_and_what_the_target_could_take():
     policy = Declining(3)
     policy.start = lambda *told: asked.append(told[1:]) or True
-    engine, proposer, _ = prepared(policy=policy)
+    engine, proposer, runner = prepared(policy=policy)
     asked = []
     (first,) = conversation(engine, turns=1)
     num_draft_cached = len(proposer.kept[0][1])
     run(engine, [make_request("second", [*first.token_ids, 3, 5], max_tokens=12)])
     assert asked == [(1, 0, 0), (1, num_draft_cached, len(first.token_ids) - 1 - num_draft_cached)]
+    runner.kept.clear()
+    run(engine, [make_request("third", [*first.token_ids, 3, 5], max_tokens=12)])
+    assert asked[2][1] > 0 == asked[2][2]
 
 
 def test_a_request_with_its_own_k_is_drafted_for_where_others_would_not_be():
@@ -180,9 +183,9 @@ def test_a_proposer_that_fails_at_the_start_reads_nothing_more():
     def fail(request):
         raise RuntimeError("no memory")
 
-    proposer.start = fail
+    proposer.start, num_received = fail, proposer.num_received
     conversation(engine, turns=2)
-    assert engine.stats.faults == 2
+    assert engine.stats.faults == 2 and proposer.num_received == num_received
 
 
 def test_rows_of_requests_without_drafts_have_no_parents():

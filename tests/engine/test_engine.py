@@ -145,6 +145,15 @@ def test_a_prompt_as_long_as_the_context_is_rejected(length):
     assert runner.num_scores == 0
 
 
+def test_a_round_reaches_a_border_and_does_not_cross_it():
+    runner, nums = TableRunner(), []
+    engine = make_engine(oracle(runner), 4, runner=runner)
+    engine.scheduler.borders = (8,)
+    engine.observer = lambda result, _: nums.append(result.proposal.num_nodes)
+    assert outputs(run(engine, requests(1, max_tokens=20))) == plain(1, max_tokens=20)
+    assert nums == [4, 0, 4, 4, 3]  # the prompt has 3 tokens
+
+
 def test_requests_above_max_batch_wait():
     runner = TableRunner(max_batch=2)
     many = [make_request(f"r{i}", PROMPTS[i % 3], max_tokens=5 + i) for i in range(7)]
@@ -200,13 +209,10 @@ class ChainVerifier(RejectionVerifier):
         return super().verify(proposal, target, random)
 
 
-@pytest.mark.parametrize("drafts_trees", [True, False])
-def test_a_verifier_of_chains_gets_the_first_path_of_each_tree(drafts_trees):
-    """Also if the proposer does not declare its trees: it must not fail the batch."""
+def test_a_verifier_of_chains_gets_the_first_path_of_each_tree():
     runner = TableRunner()
-    proposer = forked_tree(runner)
-    proposer.drafts_trees = drafts_trees
-    found = run(engine := make_engine(proposer, 2, runner=runner, verifier=ChainVerifier()), requests(temperature=1.0))
+    engine = make_engine(forked_tree(runner), 2, runner=runner, verifier=ChainVerifier())
+    found = run(engine, requests(temperature=1.0))
     assert {reason for _, _, reason in outputs(found).values()} == {"length"}
     assert engine.stats.most_drafts == 1 and engine.stats.faults == 0
 
@@ -262,7 +268,6 @@ def test_logprobs_of_a_tree_come_from_the_row_each_token_was_sampled_from():
         return Proposal(torch.tensor(drafts), torch.tensor([4]), None, torch.tensor(parents))
 
     proposer = ScriptedProposer(tree)
-    proposer.drafts_trees = True
     emissions = run(make_engine(proposer, 2, runner=runner), requests(1, logprobs=2, max_tokens=12))["r0"]
     assert max(len(emission.token_ids) for emission in emissions) == 3
     assert_logprobs_are_the_targets(runner, emissions)
@@ -302,8 +307,6 @@ def test_features_of_every_committed_token_reach_the_proposer_once():
 class TreeFeatures(Features):
     """Drafts a wrong token before each correct one, so that accepted nodes are not the first ones of the tree."""
 
-    drafts_trees = True
-
     def propose(self, context, k):
         chain = super().propose(context, k)
         wrong = (chain.token_ids + 1) % VOCAB
@@ -321,8 +324,6 @@ def test_features_of_a_trees_accepted_path_reach_the_proposer():
 
 class RightFirst(Features):
     """Drafts a wrong token after each correct one, and records the accepted nodes."""
-
-    drafts_trees = True
 
     def propose(self, context, k):
         chain = super().propose(context, k)
@@ -347,6 +348,29 @@ def test_a_target_without_trees_scores_the_first_path_of_each(supports_trees):
     assert engine.stats.faults == 0 and engine.stats.num_accepted > 20
     assert max(widths) == (6 if supports_trees else 3)
     assert [0, 2, 4][: len(proposer.accepted[0])] == proposer.accepted[0]
+
+
+class InTurn(RightFirst):
+    """Drafts trees and chains in turn, and records the accepted nodes of the first request."""
+
+    def __init__(self, runner):
+        super().__init__(runner)
+        self.is_chain, self.told = True, []
+
+    def propose(self, context, k):
+        self.is_chain = not self.is_chain
+        return Features.propose(self, context, k) if self.is_chain else super().propose(context, k)
+
+    def commit(self, context, verdict):
+        self.told.append((self.is_chain, verdict.paths[0]))
+
+
+def test_the_verdict_on_a_chain_after_a_tree_has_the_indices_of_the_chain():
+    runner = TableRunner()
+    runner.supports_trees = False
+    engine = make_engine(proposer := InTurn(runner), 3, runner=runner)
+    assert outputs(run(engine, requests(1))) == plain(1)
+    assert proposer.told[:4] == [(False, [0, 2, 4]), (True, [0, 1, 2])] * 2 and engine.stats.faults == 0
 
 
 def test_drafts_are_limited_by_what_the_target_can_roll_back():
@@ -413,6 +437,22 @@ def test_features_of_a_prompt_are_kept_until_its_last_sample_started():
     assert 1 in waiting and 0 in waiting and engine.stats.faults == 0
 
 
+def test_features_of_a_prompt_are_dropped_with_its_request_if_no_sample_started():
+    runner = TableRunner(max_batch=1)
+    engine = make_engine(Features(runner), 2, runner=runner)
+    engine.add(make_request("r0", PROMPTS[2], max_tokens=9))
+    engine.add(make_request("r1", PROMPTS[2], max_tokens=9), fork_of="r0")
+    engine.step()
+    states = engine._guard._features._prompts["r0"]
+    engine.add(make_request("r2", PROMPTS[2], max_tokens=9), fork_of="r0")
+    assert engine._guard._features._prompts["r0"] is states is not None
+    for name in ("r1", "r2"):
+        engine.abort(name)
+    while engine.has_work:
+        engine.step()
+    assert not engine._guard._features._prompts
+
+
 def test_features_of_tokens_that_are_read_again_reach_the_proposer_once():
     """A model with longrope loses its cache in the round that crosses the original window."""
     runner = TableRunner()
@@ -439,6 +479,17 @@ def test_a_sample_whose_prompt_cannot_be_copied_is_prefilled():
     while engine.has_work:
         engine.step()
     assert engine.stats.faults == 0
+
+
+def test_a_sample_whose_prompt_has_ended_is_prefilled():
+    engine = make_engine(runner=TableRunner(max_batch=1))
+    engine.add(make_request("r0", PROMPTS[2], max_tokens=3))
+    engine.add(make_request("r1", PROMPTS[2], max_tokens=3), fork_of="r0")
+    found = {"r0": [], "r1": []}
+    while engine.has_work:
+        for emission in engine.step():
+            found[emission.request_id].append(emission)
+    assert outputs(found)["r0"] == outputs(found)["r1"] and found["r1"][-1].finish_reason == "length"
 
 
 def test_features_of_requests_that_never_draft_are_not_kept():

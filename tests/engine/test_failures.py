@@ -241,6 +241,7 @@ def test_features_continue_after_another_requests_invalid_draft():
 @pytest.mark.parametrize("kind", ["fails_for", "nan_for"])
 def test_a_failing_target_is_an_error_for_that_request_alone(kind):
     runner = TableRunner()
+    runner.kept = []
     engine = make_engine(oracle(runner, 1), 3, runner=runner)
     for request in requests(3):
         engine.add(request)
@@ -253,9 +254,18 @@ def test_a_failing_target_is_an_error_for_that_request_alone(kind):
             tokens.setdefault(emission.request_id, []).extend(emission.token_ids)
     assert [last[f"r{b}"].finish_reason for b in range(3)] == ["length", "error", "length"]
     assert ("out of memory" if kind == "fails_for" else "NaN") in last["r1"].error
+    assert engine.stats.faults == 0  # its drafts are not the reason
     wanted = plain(3)
     assert all(wanted[name][0][-len(tokens[name]) :] == tokens[name] for name in ("r0", "r2"))
     assert runner.cached == {}
+    assert [text[0] for text in runner.kept] == [3, 1]  # the cache of a failed request is not reused
+
+
+def test_a_failed_round_without_drafts_is_not_run_again():
+    runner = TableRunner()
+    runner.fails_for = {"r0"}
+    (emission,) = run(make_engine(runner=runner), requests(1))["r0"]
+    assert emission.finish_reason == "error" and runner.num_scores == 1
 
 
 def failing_on_drafts(runner, name, kind):
@@ -353,8 +363,6 @@ def test_after_a_target_failure_each_verdict_matches_its_own_tree():
 
     class Trees(Proposer):
         """Draft two correct tokens and a wrong one, in another order for r0 than for the others."""
-
-        drafts_trees = True
 
         def propose(self, context, k):
             right = [greedy_continuation(runner, request.token_ids, 2) for request in context.requests]
@@ -480,10 +488,16 @@ def test_nothing_is_kept_of_requests_that_ended_in_an_interrupted_round():
     engine = make_engine()
     for request in requests(max_tokens=1):
         engine.add(request)
-    engine.policy.observe = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+
+    def interrupted(*_):
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    engine.policy.observe = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert not engine.has_work and not engine._ledger._requests
+    assert engine._clock.take().total < 0.2  # it is not part of the next round
 
 
 def test_every_request_can_continue_after_an_interrupt():

@@ -103,7 +103,8 @@ def test_chunks_join_to_the_completion(looking_up):
     for completion in completions:
         key = completion.prompt_index, completion.sample_index
         assert (texts[key], tokens[key]) == (completion.text, completion.token_ids)
-        assert last[key].finish_reason == completion.finish_reason and last[key].stats is not None
+        assert last[key].finish_reason == completion.finish_reason
+        assert last[key].stats.num_tokens == len(tokens[key])
 
 
 def test_a_stop_string_that_spans_tokens_cuts_the_text_as_plain_decoding_does(plain, looking_up):

@@ -39,6 +39,7 @@ def test_an_observer_sees_every_round_as_it_was_settled() -> None:
         assert round_.num_accepted == [len(path)]
         assert last.token_ids == [emission.token_ids] and last.texts == [emission.text]
     assert [round_.is_prefill for _, round_ in seen] == [True] + [False] * (len(seen) - 1)
+    assert [last.k for last, _ in seen] == [2] * (len(seen) - 1) + [0]  # the last token leaves no room for drafts
     assert len(emitted) == 9
 
 
@@ -52,7 +53,6 @@ def test_a_path_that_ends_at_a_leaf_counts_only_its_depths_as_judged() -> None:
         return Proposal(torch.tensor([[right, wrong, wrong]]), torch.tensor([3]), None, torch.tensor([[-1, -1, 1]]))
 
     proposer = ScriptedProposer(tree)
-    proposer.drafts_trees = True
     engine = make_engine(proposer, k=2, runner=runner)
     seen: list[Round] = []
     engine.observer = lambda _, round_: seen.append(round_)
@@ -90,3 +90,11 @@ def test_plain_rounds_are_cold_after_model_drafts_but_not_after_lookup(runs_mode
     plain = [each.is_cold for each in seen if not any(each.lens)]
     assert len(plain) > NUM_COLD + 1 and not any(each.is_cold for each in seen if any(each.lens))
     assert plain == [runs_model] * NUM_COLD + [False] * (len(plain) - NUM_COLD)
+
+
+def test_the_time_of_a_round_that_prefills_is_not_the_cost_of_a_pass() -> None:
+    engine = make_engine()
+    engine.add(make_request("r", [1, 2], max_tokens=3))
+    for is_known in (False, True):
+        engine.step()
+        assert (engine.runner.costs.plain_round(1, 2) is not None) == is_known

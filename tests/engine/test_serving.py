@@ -142,6 +142,14 @@ def test_a_proposer_prefills_long_prompts_in_chunks_without_delaying_others():
     assert [len(emission.token_ids) for emission in found["r1"]][:6] == [1, 1, 1, 1, 4, 4]
 
 
+def test_a_proposer_prefills_nothing_if_no_drafts_are_requested():
+    runner, asked = TableRunner(), []
+    proposer = oracle(runner)
+    proposer.prefill = lambda requests: asked.append(requests) or [True] * len(requests)
+    assert outputs(run(make_engine(proposer, 0, runner=runner), requests())) == outputs(run(make_engine(), requests()))
+    assert not asked
+
+
 def test_no_drafts_are_requested_while_a_round_prefills_the_prompt():
     runner = TableRunner()
     runner.short = 4  # r2's eight tokens are prefilled in its first round
@@ -256,6 +264,13 @@ def test_one_client_is_served_first_come_first_served():
 def test_clients_take_turns_and_priorities_go_first():
     asked = [("a1", "a", 0), ("a2", "a", 0), ("a3", "a", 0), ("b1", "b", 0), ("b2", "b", 0), ("c1", "c", 1)]
     assert order_of(asked) == ["c1", "a1", "b1", "a2", "b2", "a3"]
+
+
+def test_a_long_prompt_waits_for_short_ones_of_other_clients():
+    engine = make_engine()
+    for client, length in (("a", 40), ("b", 3)):
+        engine.add(make_request(client, [1] * length, max_tokens=2), None, client)
+    assert [entry.client for entry in engine.scheduler.waiting] == ["b", "a"]
 
 
 def num_running(*clients, max_batch=8):
@@ -575,9 +590,9 @@ def test_a_failed_reservation_does_not_block_the_queue(monkeypatch, caplog):
 
 
 def test_requests_that_are_prefilled_again_keep_their_reservation(monkeypatch):
-    runner, reserved = TableRunner(), set()
-    monkeypatch.setattr(runner, "admit", lambda request_id, num_tokens: reserved.add(request_id) or True)
-    monkeypatch.setattr(runner, "release", lambda ids, own=runner.release: (own(ids), reserved.difference_update(ids)))
+    runner, reserved = TableRunner(), {}
+    monkeypatch.setattr(runner, "admit", lambda request_id, num_tokens: reserved.setdefault(request_id, num_tokens) > 0)
+    monkeypatch.setattr(runner, "release", lambda ids, own=runner.release: (own(ids), [reserved.pop(name, 0) for name in ids]))
     engine = make_engine(runner=runner)
     for request in requests():
         engine.add(request)
@@ -585,7 +600,8 @@ def test_requests_that_are_prefilled_again_keep_their_reservation(monkeypatch):
     monkeypatch.setattr(runner, "commit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    assert reserved == {entry.request.request_id for entry in engine.scheduler.running} == {"r0", "r1", "r2"}
+    assert len(engine.scheduler.running) == 3
+    assert reserved == {request.request_id: request.num_prompt_tokens + 23 for request in requests()}
 
 
 def test_requests_wait_until_there_is_memory(monkeypatch):

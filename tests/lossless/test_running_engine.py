@@ -24,6 +24,7 @@ from outrider import LLM, SamplingParams
 from outrider.audit.wrong import WithoutResidual
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.tree_sizes import TreeProposer
 from outrider.registry import PROPOSERS
 from outrider.types import Context, DraftPrices, Proposal, Round
 
@@ -272,7 +273,9 @@ def test_harness_detects_draft_probabilities_without_temperature(monkeypatch: py
     assert excess(samples, exact_law(SETTINGS["temperature 1"])) > 2
 
 
-TREES = [method for method in METHODS if any(PROPOSERS.get(part).proposer.drafts_trees for part in method.split("+"))]
+TREES = [
+    method for method in METHODS if any(issubclass(PROPOSERS.get(part).proposer, TreeProposer) for part in method.split("+"))
+]
 
 
 @pytest.mark.parametrize(("temperature", "verifier"), [(0.7, "block"), (1.0, "block"), (1.0, "exact")])

@@ -69,7 +69,6 @@ def chains_of(context: Any, k: int) -> Proposal:
 
 def scripted(method: str, target: Any, **options: Any) -> LLM:
     proposer = ScriptedProposer(tree_of if method == "tree" else chains_of)
-    proposer.drafts_trees = method == "tree"
     return LLM(target, proposer=proposer, num_draft_tokens=2, max_batch=8, compile="never", **options)
 
 

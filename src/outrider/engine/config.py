@@ -90,8 +90,8 @@ def eos_token_ids(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None
 
     Raises ``OutriderError`` for one that is not an integer.
     """
-    model = getattr(runner, "model", None)
-    return united_eos([getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer])
+    model = runner.model
+    return united_eos([getattr(model, "generation_config", None), model.config, tokenizer])
 
 
 def united_eos(sources: Sequence[object]) -> set[int]:

@@ -51,10 +51,9 @@ class FeatureStore:
         A pass that reads tokens again, because their cache was lost, reports their states again: the first ones are kept.
         """
         request_id = request.request_id
-        if request_id in self._prompts and request_id not in self._num_kept:
-            # Without those of the prompt's last token and of what follows, as if these were drafts, none of them accepted.
-            num_dropped = 1 + num_before - request.num_prompt_tokens + num_drafts
-            self._prompts[request_id] = _States(hidden, row, num_before, 0, num_dropped, [])
+        if request_id in self._prompts and num_before == request.num_prompt_tokens:
+            # Without those of the prompt's last token and of the drafts, as if all of these were drafts and none was accepted.
+            self._prompts[request_id] = _States(hidden, row, num_before, 0, num_drafts + 1, [])
         states = _States(hidden, row, num_before, self._num_kept.get(request_id, 0), num_drafts, path)
         unseen = self._unseen.setdefault(request_id, [])
         unseen.append(states)

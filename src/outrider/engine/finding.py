@@ -296,7 +296,7 @@ def _method_for(draft: object, target: TargetFiles | None) -> str:
 
 
 def _methods() -> list[MethodSpec]:
-    return [spec for spec in map(PROPOSERS.get, PROPOSERS) if isinstance(spec, MethodSpec)]
+    return [PROPOSERS.get(name) for name in PROPOSERS]
 
 
 def _own_names() -> set[str]:

@@ -149,8 +149,8 @@ class GrammarDrafts:
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Pass on the verdict on the inner drafter's own drafts, and learn what was chosen."""
-        self._learn(context, verdict)
-        if any(row.before or row.after for row in self._rows.values()):
+        if self._rows:
+            self._learn(context, verdict)
             verdict = self._verdict_on_inner_drafts(context, verdict)
         if self._ahead is not None:
             rows = {request_id: b for b, request_id in enumerate(self._ahead.request_ids)}

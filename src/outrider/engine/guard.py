@@ -115,10 +115,9 @@ class GuardedProposer:
         self._drafted.discard(request.request_id)
 
     def stop(self, requests: Sequence[Request], reason: str | Exception) -> None:
-        """Stop drafting for requests and drop the proposer's state for them; it gets no verdict on their current drafts."""
+        """Stop drafting for requests and drop the proposer's state for them."""
         ids = [request.request_id for request in requests]
         for request in requests:
-            self.forget_drafts(request)
             drafting = self._drafting(request)
             drafting.is_prefilled, drafting.has_failed = False, True
         self._report(ids)
@@ -211,7 +210,6 @@ class GuardedProposer:
     def _remove(self, request_ids: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:
         for request_id in request_ids:
             self._requests.pop(request_id, None)
-            self._drafted.discard(request_id)
         self._release_caches(request_ids, release)
 
     def _release_caches(self, request_ids: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:

@@ -25,7 +25,7 @@ class Ledger:
         self.total = GenerationStats()
         self._costs, self._drafts_with_model = costs, drafts_with_model
         self._requests: defaultdict[str, GenerationStats] = defaultdict(GenerationStats)
-        self._num_cold = 0  # next plain rounds that still count as cold
+        self._num_cold = 0  # next plain rounds that still count as cold; none if negative
 
     def stats_of(self, request_id: str) -> GenerationStats:
         """Return the statistics of a request, updated until it ends."""
@@ -62,7 +62,7 @@ class Ledger:
         emitted = [origins[: len(token_ids)] for origins, token_ids in zip(decided, result.token_ids, strict=True)]
         is_cold = not any(lens) and self._num_cold > 0
         drafted_with_model = self._drafts_with_model and result.k > 0
-        self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
+        self._num_cold = NUM_COLD if drafted_with_model else self._num_cold - 1
         depths = path_depths(proposal, is_grammar)
         proposed = depths if proposal.is_proposed is None else path_depths(proposal, (~proposal.is_proposed).tolist())
         round_ = Round(

@@ -44,7 +44,7 @@ def chosen_methods(names: Sequence[str]) -> list[str]:
     """Expand method names; ``"all"`` adds every other method. Raises ``OutriderError`` for an unknown name."""
     named = [name for name in dict.fromkeys(names) if name != ALL]
     for name in named:
-        if not getattr(PROPOSERS.get(split_method(name)[0]), "max_drafts", 1):
+        if not PROPOSERS.get(split_method(name)[0]).max_drafts:
             raise OutriderError("'plain' is the baseline and always included: name a method that drafts")
     if ALL in names:
         known = {split_method(name)[0] for name in named}

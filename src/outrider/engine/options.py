@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 VERIFIER = text(f"one of {', '.join(VERIFIERS)}")
 # Attributes of ``Proposer``, which the engine uses. The base class provides all except ``propose``.
 PROPOSER_ATTRIBUTES = (
-    *("name", "needs_hidden", "drafts_trees", "max_drafts", "auto_drafts", "drafts_ahead", "is_model_free"),
+    *("name", "needs_hidden", "max_drafts", "auto_drafts", "drafts_ahead", "is_model_free"),
     *("memory", "propose", "start", "prefill", "fork", "commit", "release", "retire", "prepare", "num_nodes"),
 )
 POLICY_ATTRIBUTES = ("prices", "start", "next_lengths", "observe", "release")  # of ``LengthPolicy``

@@ -69,7 +69,7 @@ class FairQueue(Generic[Item]):
         waiting, served = self._in_order(), self._places.pop(item)
         self._time = max(self._time, served.end)  # an item of a lower priority may have waited until after all later ones
         waiting.remove(served)
-        self._ends = {client: end for client, end in self._ends.items() if end > self._time} if waiting else {}
+        self._ends = {client: end for client, end in self._ends.items() if end > self._time}
 
     def remove(self, item: Item) -> None:
         """Remove an item, if it waits, without serving it: its client's later items wait as if it had never been queued."""

@@ -232,15 +232,13 @@ class Scheduler:
         text = scanner.feed(text, may_stop=entry.request.num_output_tokens > entry.request.params.min_tokens)
         if scanner.stopped_by is None:
             return text + scanner.flush()
-        if reason == "length":  # the last token completed a stop string
-            entry.finish_reason = "stop"
+        entry.finish_reason = "stop"  # the last token completed a stop string
         return text
 
     def _commit_ids(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
         """Without stop strings: check token ids only and decode the whole round at once."""
         room = entry.max_tokens - entry.request.num_output_tokens
-        kept = token_ids if len(token_ids) <= room else token_ids[:room]
-        shown = kept
+        kept = shown = token_ids[:room]
         if not entry.stop_ids.isdisjoint(kept):
             at = next(i for i, token in enumerate(kept) if token in entry.stop_ids)
             kept = kept[: at + 1]

@@ -22,8 +22,6 @@ class Proposer(ABC):
 
     name: str = "custom"
     needs_hidden: tuple[int, ...] = ()  # hidden states of the target that it reads, numbered as in types.Scores
-    # Whether its proposals can be trees. Only one path of a tree is kept if the target or the verifier supports only chains.
-    drafts_trees: bool = False
     max_drafts: int = 64  # maximum path length
     # Maximum path length if a policy chooses K, or as the second of two methods: the target's pass then has up to 16 rows.
     auto_drafts: int = 15

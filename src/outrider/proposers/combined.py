@@ -41,7 +41,7 @@ class CombinedProposer(Proposer):
     def __init__(self, first: Proposer, second: Proposer, config: CombinedConfig = CombinedConfig()) -> None:
         self._first, self._second, self._config = first, second, config
         self.name = f"{first.name}+{second.name}"
-        self.needs_hidden, self.drafts_trees = second.needs_hidden, second.drafts_trees
+        self.needs_hidden = second.needs_hidden
         self.max_drafts = max(first.max_drafts, second.max_drafts)
         self.auto_drafts = max(first.auto_drafts, second.auto_drafts)
         self.is_model_free, self.drafts_ahead = second.is_model_free, first.drafts_ahead and second.drafts_ahead

@@ -114,8 +114,6 @@ class CrossTokenizerProposer(DraftModelProposer):
         """SLEM: return the draft's likeliest text in the target's tokens."""
         requests = context.requests
         k = min(k, self.max_drafts, max(context.limits))
-        if k == 0:
-            return Proposal.empty(len(requests))
         ratios = [self._translations[request.request_id].ratio for request in requests]
         # One token more than requested, because the last one may become a part of a longer token.
         steps = min(math.ceil((k + 1) * max(ratios)), MAX_STEPS_PER_DRAFT * k)

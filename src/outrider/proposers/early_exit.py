@@ -94,7 +94,7 @@ def given_exit(setting: Setting) -> int | None:
     target, layers = setting.target, setting.config(EarlyExitConfig).layers
     if target.num_layers < 2:
         raise OutriderError("early exit needs a target with at least two layers")
-    if layers is not None and not 0 < layers < target.num_layers:
+    if layers is not None and layers >= target.num_layers:
         raise OutriderError(f"invalid number of layers {layers} for early exit: expected 1 to {target.num_layers - 1}")
     check_layers(target, layers or 1)
     return layers

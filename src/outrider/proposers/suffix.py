@@ -255,7 +255,6 @@ class SuffixProposer(Proposer):
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Return point masses; none without a match."""
-        k = min(k, self.max_drafts)
         each = zip(context.requests, context.limits, strict=True)
         return chain_proposal([self._drafts(request, min(k, limit)) for request, limit in each])
 

@@ -81,7 +81,7 @@ class Calibration:
 def _place(confidence: float) -> tuple[int, float]:
     """Return the bin below a confidence, and how far it lies towards the next one: 0 to 1."""
     inner = min(max(confidence, MIN_CONFIDENCE), 1 - MIN_CONFIDENCE)
-    place = min(max(math.log(inner / (1 - inner)) - CENTRES[0], 0.0), len(CENTRES) - 1.0)
+    place = math.log(inner / (1 - inner)) - CENTRES[0]
     below = min(int(place), len(CENTRES) - 2)
     return below, place - below
 

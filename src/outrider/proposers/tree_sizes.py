@@ -126,8 +126,6 @@ class TreeSizes:
 class TreeProposer(Proposer):
     """Base class of proposers that draft trees of ``TreeSizes`` and learn from their acceptance."""
 
-    drafts_trees = True
-
     def __init__(self, target: ModelRunner, max_nodes: int | None, needs_hidden: tuple[int, ...]) -> None:
         """``max_nodes``: see ``TreeSizeConfig``."""
         self.needs_hidden = needs_hidden

@@ -100,7 +100,7 @@ def next_sibling_probs(probs: Tensor, drawn: Tensor | None, logits: Tensor) -> T
     If no probability is left (greedy rows after the first child, or truncation to fewer tokens than siblings), return a point
     mass at the token with the highest logit [B, V] that no sibling has.
     """
-    if drawn is None or drawn.shape[1] == 0:
+    if drawn is None:
         return probs
     left = probs.scatter(-1, drawn, 0.0)
     mass = left.sum(-1, keepdim=True)

@@ -13,7 +13,7 @@ class ProposerWrapper(Proposer):
 
     def __init__(self, inner: Proposer) -> None:
         self.inner = inner
-        self.name, self.needs_hidden, self.drafts_trees = inner.name, inner.needs_hidden, inner.drafts_trees
+        self.name, self.needs_hidden = inner.name, inner.needs_hidden
         self.max_drafts, self.auto_drafts, self.is_model_free = inner.max_drafts, inner.auto_drafts, inner.is_model_free
         self.drafts_ahead = inner.drafts_ahead
 

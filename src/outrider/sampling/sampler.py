@@ -94,7 +94,7 @@ class Sampler:
         other._min_tokens = MinTokens(other.requests, self.eos_token_ids, self.vocab_size, self.device)
         other._grammars = GrammarMasks(other.requests)
         other._penalties = self._penalties.continued(requests)
-        other._lens, other._num_calls, other._prefixes, other._parts = [], Counter(), {}, {}
+        other._num_calls, other._prefixes, other._parts = Counter(), {}, {}
         other._source = self
         return other
 
@@ -115,7 +115,11 @@ class Sampler:
             probs = self.probs(logits, drafts, parents, start, lens)
             return torch.stack([self.draw(probs[:, j], start + j) for j in range(probs.shape[1])], dim=1)
         widths = _widths(logits, lens)
-        return self._choose(self._scores(logits, drafts, parents, start, widths), parents, start, widths)
+        scores = self._scores(logits, drafts, parents, start, widths)
+        width = scores.shape[1]
+        token_ids, invalid = self._shaping.choose(scores, self._noise_keys(width, parents, start), widths)
+        self._check(invalid, width)
+        return token_ids
 
     def probs(
         self,
@@ -127,9 +131,6 @@ class Sampler:
     ) -> Tensor:
         widths = _widths(logits, lens)
         scores = self._scores(logits, drafts, parents, start, widths)
-        if self._all_greedy:
-            token_ids = self._choose(scores, parents, start, widths)
-            return torch.zeros_like(scores).scatter_(-1, token_ids.unsqueeze(-1), 1.0)
         probs, invalid = self._shaping.probs(scores, widths)
         self._check(invalid, scores.shape[1])
         return probs
@@ -162,13 +163,6 @@ class Sampler:
                 scores = scores.clone() if scores is logits else scores
                 rules.apply_(scores, drafts, parents, start, widths)
         return scores
-
-    def _choose(self, scores: Tensor, parents: Tensor | None, start: int, widths: list[int]) -> Tensor:
-        """Return the tokens [B, M] of a deterministic round."""
-        width = scores.shape[1]
-        token_ids, invalid = self._shaping.choose(scores, self._noise_keys(width, parents, start), widths)
-        self._check(invalid, width)
-        return token_ids
 
     def _check(self, invalid: Sequence[int], width: int) -> None:
         """Raise ``InvalidLogits`` if there are ``invalid`` rows, of ``width`` per request."""
