@@ -38,7 +38,6 @@ class Track:
         gains = list(accumulate(self.shared.request_rates(self.own, expected), mul))
         share = self.num_free / self.num_own if self.num_own else 1.0
         gains = [share * gains[int(share * depth)] for depth in range(len(gains))]
-        most = max(most, 0)
         return gains[:most] + [0.0] * len(gains[most:])
 
     @property
