@@ -551,6 +551,7 @@ async def test_the_memory_of_grammars_is_limited(plain: LLM, monkeypatch: pytest
         used.clear()
         monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 3 << 28}))
         used = [await grammars.get({"const": 5}, ANYONE)]  # those that are only cached make room
+        assert len(grammars._kept) == 1  # although it takes more than half
         assert await grammars.get(None, ANYONE)  # of any object, which is always served
         cached = list(grammars._kept)
         monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 1 << 30}))
@@ -629,6 +630,14 @@ async def test_grammars_in_memory_are_limited(plain: LLM, monkeypatch: pytest.Mo
         used.clear()
         gc.collect()
         assert await grammars.get({"const": "new"}, ANYONE)
+        for number in range(2 * MAX_CACHED + 2):  # each is requested twice
+            assert await grammars.get({"const": f"again {number // 2}"}, alone)
+        assert len(grammars._kept) == MAX_CACHED
+        monkeypatch.setattr("outrider.server.grammar.MAX_KEPT", 100)
+        assert await grammars.get({"const": "one more"}, alone) and sum(map(len, grammars._kept)) <= 100
+        with pytest.raises(OutriderError, match="unsupported JSON schema"):
+            await grammars.get({"type": "nonsense" * 20}, alone)
+        assert not grammars._refused
 
 
 @in_loop

@@ -847,7 +847,7 @@ def test_metrics_have_vllms_names(served: Served) -> None:
 
 def test_metrics_count_calls_and_tokens(served: Served, plain: LLM) -> None:
     before = counts(served)
-    served.text(PROMPT, max_tokens=60, ignore_eos=True)
+    served.text(PROMPT, max_tokens=60, allowed_token_ids=[70])  # all drafts are accepted
     after, here, num_prompt = counts(served), '{model_name="outrider"}', len(plain.encode(PROMPT))
     added = {name: value - before.get(name, 0.0) for name, value in after.items()}
     assert added[ENDED] == added[f"vllm:time_to_first_token_seconds_count{here}"] == 1
