@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
@@ -23,7 +25,7 @@ from outrider.engine.llm import LLM
 from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.server import run
 from outrider.server.completions import CompletionBody
-from outrider.server.config import ServerConfig
+from outrider.server.config import Client, KeyRing, ServerConfig
 from outrider.server.messages import MessagesBody
 from outrider.server.mistakes import mistakes
 from outrider.server.protocol import ChatBody
@@ -168,6 +170,40 @@ def test_target_and_draft_are_compiled_before_the_first_client(
     assert main(["serve", *drafted, "--port", "0", *options]) == 0
     (llm,) = served
     assert llm.runner.passes.is_compiled and llm.proposer.draft.passes.is_compiled  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("level", "events"), [(logging.WARNING, ["ready", "failed"]), (logging.DEBUG, ["step", "ready", "failed"])]
+)
+def test_the_log_has_only_lines_of_json(
+    level: int, events: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = logging.getLogger("outrider")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
+    package.addHandler(logging.StreamHandler())  # that of the command line
+    package.propagate = False
+    package.setLevel(level)
+    run.log_json()
+    package.debug("step")
+    package.info("ready")
+    try:
+        1 / 0  # noqa: B018
+    except ZeroDivisionError:
+        package.exception("failed")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in lines] == events and "division by zero" in lines[-1]["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "is_reported"),
+    [("127.0.0.1", [], False), ("0.0.0.0", [], True), ("0.0.0.0", [("secret", Client())], False)],
+)
+def test_a_server_without_keys_that_others_can_reach_is_reported(
+    plain: LLM, host: str, keys: Any, is_reported: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run, "GracefulServer", MagicMock())
+    run.serve(plain, ServerConfig(), KeyRing(keys), MagicMock(getsockname=lambda: (host, 80)))
+    assert ("reachable from other machines without an API key" in caplog.text) == is_reported
 
 
 def test_a_process_serves_until_a_signal_and_finishes_its_streams(target: Path, plain: LLM) -> None:

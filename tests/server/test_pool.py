@@ -86,7 +86,8 @@ def schema_pool(plain: LLM, seconds: float = 20.0, memory: int = 1 << 30, size: 
 async def test_workers_match_the_tokenizer(plain: LLM) -> None:
     messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "<|end|> naïve"}]
     async with started(Prompts(plain, ServerConfig(), tokenizer_data(plain), in_helper_thread)) as prompts:
-        assert await prompts.encode(TEXTS, ANYONE) == [plain.encode(text) for text in TEXTS]
+        texts = TEXTS * 60  # whose tokens take more than asyncio reads by default
+        assert await prompts.encode(texts, ANYONE) == [plain.encode(text) for text in texts]
         assert await prompts.chat(chat_body(messages), ANYONE) == [plain.chat_prompt(messages)]
 
 
@@ -191,6 +192,15 @@ async def test_a_job_over_its_time_limit_is_killed_and_the_next_runs(plain: LLM)
         with pytest.raises(OutriderError, match=r"within 0.5 s: send a smaller one"):
             await pool.do(DEAR, 1, ANYONE)
         assert (await pool.do(CHEAP, 1, ANYONE)).keys() == {"bytes"}
+
+
+@in_loop
+async def test_the_time_limit_of_a_job_ends_with_it(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "SLOWDOWN", 60.0)  # the process itself ends 1.5 s after the beginning of a job
+    async with started(schema_pool(plain, seconds=0.1)) as pool:
+        for pause in (1.8, 0.0):
+            assert (await pool.do(CHEAP, 1, ANYONE)).keys() == {"bytes"}
+            await asyncio.sleep(pause)
 
 
 @in_loop
@@ -541,6 +551,7 @@ async def test_the_memory_of_grammars_is_limited(plain: LLM, monkeypatch: pytest
         used.clear()
         monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 3 << 28}))
         used = [await grammars.get({"const": 5}, ANYONE)]  # those that are only cached make room
+        assert len(grammars._kept) == 1  # although it takes more than half
         assert await grammars.get(None, ANYONE)  # of any object, which is always served
         cached = list(grammars._kept)
         monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {"bytes": 1 << 30}))
@@ -619,6 +630,14 @@ async def test_grammars_in_memory_are_limited(plain: LLM, monkeypatch: pytest.Mo
         used.clear()
         gc.collect()
         assert await grammars.get({"const": "new"}, ANYONE)
+        for number in range(2 * MAX_CACHED + 2):  # each is requested twice
+            assert await grammars.get({"const": f"again {number // 2}"}, alone)
+        assert len(grammars._kept) == MAX_CACHED
+        monkeypatch.setattr("outrider.server.grammar.MAX_KEPT", 100)
+        assert await grammars.get({"const": "one more"}, alone) and sum(map(len, grammars._kept)) <= 100
+        with pytest.raises(OutriderError, match="unsupported JSON schema"):
+            await grammars.get({"type": "nonsense" * 20}, alone)
+        assert not grammars._refused
 
 
 @in_loop

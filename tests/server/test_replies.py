@@ -628,9 +628,11 @@ def test_values_of_xml_get_the_types_of_their_schema() -> None:
         "list": ({"type": "array"}, "[NaN]", "[NaN]"),
         "deep": ({"type": "array"}, "[" * 100_000, "[" * 100_000),
         "any": ({}, "1", "1"),
+        "odd": ({"type": [{}, "integer"]}, "1", 1),
+        "tilde": ({"$ref": "#/$defs/Pl~01ace"}, "1", 1),
     }
     properties = {name: schema for name, (schema, _, _) in kinds.items()}
-    parameters = {"type": "object", "properties": properties, "$defs": {"Pl/ace": place}}
+    parameters = {"type": "object", "properties": properties, "$defs": {"Pl/ace": place, "Pl~1ace": {"type": "integer"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     values = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, (_, text, _) in kinds.items())
     part = parsed(formats.QWEN_XML, [f"<function=f>{values}<parameter=other>\n1\n</parameter></function>"], tools=tools)

@@ -47,10 +47,17 @@ from .served import TLS, Served, Slow, call, serving, until
 
 PROMPT = "def add(first, second):"
 LONG = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+ENDED = 'vllm:request_success_total{finished_reason="length",model_name="outrider"}'
 
 
 def wanted(plain: LLM, prompt: str = PROMPT, **params: Any) -> str:
     return plain.generate(prompt, SamplingParams(**({"max_tokens": 24} | params)))[0].outputs[0].text
+
+
+def counts(server: Served) -> dict[str, float]:
+    """Return the values of the server's metrics."""
+    lines = httpx.get(server.url + "/metrics", verify=TLS).text.splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +80,7 @@ def test_a_disconnect_frees_the_slot_within_a_round(small: Served, plain: LLM, m
         until(lambda: not scheduler.running)
     slow.go()
     assert small.text(PROMPT) == wanted(plain)
+    assert counts(small)[ENDED.replace("length", "abort")] >= 2
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -211,6 +219,22 @@ def test_a_stream_whose_text_is_held_back_gets_pings(monkeypatch: pytest.MonkeyP
     opening, *pings, end = virtual.run(run())
     assert pings == [(pytest.approx(15.0), b"ping"), (pytest.approx(30.0), b"ping")]
     assert opening[0] == 0 and end[0] == pytest.approx(40.0)
+
+
+def test_the_time_until_a_retry_is_between_a_second_and_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, only = SimpleNamespace(max_batch=0), Client("ada", is_only=True)
+    bridge = EngineBridge(SimpleNamespace(engine=SimpleNamespace(scheduler=scheduler)), max_queue=1)  # type: ignore[arg-type]
+    monkeypatch.setattr(bridge, "_check_health", lambda: None)
+    for seconds, told in ((0.001, 1), (3.0, 3), (1e6, 60)):
+        monkeypatch.setattr(bridge, "_seconds_per_end", seconds)
+        with bridge.reserve_places(1, only), pytest.raises(Busy) as busy, bridge.reserve_places(1, only):
+            pass
+        assert busy.value.retry_after == told
+    bridge._seconds_per_end, bridge._last_end = 1.0, -1e9  # the server was idle
+    for mean in (0.8 + 0.2 * 60, 0.8 * (0.8 + 0.2 * 60)):
+        bridge._streams["r"] = MagicMock()
+        bridge._deliver([SimpleNamespace(request_id="r", finish_reason="stop")])  # type: ignore[list-item]
+        assert bridge._seconds_per_end == pytest.approx(mean, rel=0.01)
 
 
 def test_one_client_does_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,6 +384,13 @@ def test_bodies_that_are_too_large_or_too_slow_are_refused(small: Served) -> Non
         assert b" 408 " in connection.recv(4096)
 
 
+def test_a_client_that_waits_with_its_body_is_refused_at_once(served: Served) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: evil.example\r\nexpect: 100-continue\r\ncontent-length: 50\r\n\r\n"
+    with served.connect() as connection:
+        connection.sendall(head)
+        assert b" 403 " in connection.recv(4096)
+
+
 @pytest.mark.parametrize(
     ("key", "size", "status"),
     [("secret", 6 << 20, b" 413 "), ("wrong", 9999, b" 401 ")],
@@ -455,10 +486,10 @@ def test_an_invalid_key_file_is_refused(tmp_path: Path, text: str, says: str) ->
 
 
 def test_a_key_may_have_letters_outside_ascii(load: Callable[..., LLM], tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("schlüssel ada\n", encoding="utf-8-sig")  # with a byte order mark
+    (tmp_path / "keys").write_text("schlüssel ada\nvoilà bob\n", encoding="utf-8-sig")  # with a byte order mark
     with serving(load(), KeyRing.load(tmp_path / "keys")) as server:
-        for key, status in (("schlüssel", 200), ("schlussel", 401)):
-            headers = {"authorization": f"Bearer {key}".encode()}
+        for key, status in (("schlüssel".encode(), 200), ("voilà".encode(), 200), (b"schlussel", 401), (b"\xff", 401)):
+            headers = {"authorization": b"Bearer  " + key}
             assert httpx.get(server.url + "/v1/models", headers=headers).status_code == status
 
 
@@ -483,6 +514,8 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("OUTRIDER_API_KEYS", "one, two bob 3")
     assert KeyRing.load(None).client("two") == Client("bob", 3)
     assert KeyRing.load(None).client("three") is None
+    monkeypatch.setenv("OUTRIDER_API_KEYS", "schl\udcfcssel")  # bytes that are not UTF-8
+    assert KeyRing.load(None).client("schl\udcfcssel") and KeyRing.load(None).client("schl?ssel") is None
 
 
 def test_a_failing_proposer_loses_no_text(load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -810,6 +843,22 @@ def test_metrics_have_vllms_names(served: Served) -> None:
         'outrider:phase_seconds_total{model_name="outrider",phase="draft"}',
     ):
         assert name in page, name
+
+
+def test_metrics_count_calls_and_tokens(served: Served, plain: LLM) -> None:
+    before = counts(served)
+    served.text(PROMPT, max_tokens=60, allowed_token_ids=[70])  # all drafts are accepted
+    after, here, num_prompt = counts(served), '{model_name="outrider"}', len(plain.encode(PROMPT))
+    added = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    assert added[ENDED] == added[f"vllm:time_to_first_token_seconds_count{here}"] == 1
+    assert added[f"vllm:e2e_request_latency_seconds_count{here}"] == 1
+    assert added[f"vllm:prompt_tokens_total{here}"] == added[f"vllm:request_prompt_tokens_sum{here}"] == num_prompt
+    assert added[f"vllm:generation_tokens_total{here}"] == added[f"vllm:request_generation_tokens_sum{here}"] == 60
+    assert 0 < added[f"vllm:inter_token_latency_seconds_count{here}"] < 60
+    by_position = [
+        value for name, value in after.items() if name.startswith("vllm:spec_decode_num_accepted_tokens_per_pos_total")
+    ]
+    assert sum(by_position) == after[f"vllm:spec_decode_num_accepted_tokens_total{here}"] > 0
 
 
 @pytest.mark.parametrize(

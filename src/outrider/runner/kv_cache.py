@@ -274,10 +274,10 @@ class KVCache(PassThrough):
         return best, longest if best is not None else 0
 
     def _claim_row(self, request_id: str, source: int, length: int) -> int:
-        """Return a row for a request that shares a prefix with another row: that row itself if no other is free."""
+        """Return a row for a request that shares a prefix with another row: that row itself if nothing else is in it."""
         if not self._rows[source].is_running:
             known = self._rows[source] = self._rows.pop(source)  # the most recently used
-            if length + self.lookahead == len(known.token_ids) or not (self._free or self._grow_rows()):
+            if length + self.lookahead == len(known.token_ids):
                 known.is_running = True
                 self._row_of[request_id] = source
                 return source
@@ -327,7 +327,7 @@ class KVCache(PassThrough):
     def _compact(self, slots: int) -> None:
         """Shrink to the rows of running requests with the given slots; drop everything kept."""
         sources = list(self._row_of.values())
-        self._reallocate(sources, min(slots, self.capacity), num_drafted=0)
+        self._reallocate(sources, slots, num_drafted=0)
         self._rows = {row: self._rows[source] for row, source in enumerate(sources)}
         self._row_of = {name: row for row, name in enumerate(self._row_of)}
         if self.on_compact is not None:

@@ -65,7 +65,6 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing, address: str = Ser
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        separate_input_output_schemas=False,
     )
     app.state.service = service
     handlers: dict[str, Handler] = {

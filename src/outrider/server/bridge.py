@@ -77,7 +77,7 @@ class Stream:
         """
         loop = asyncio.get_running_loop()
         while self._open:
-            wake = loop.call_later(max(min(self._deadline, self.ping_due) - monotonic(), 0.0), self._woken.set)
+            wake = loop.call_later(min(self._deadline, self.ping_due) - monotonic(), self._woken.set)
             try:
                 await self._woken.wait()
             finally:
@@ -137,7 +137,6 @@ class EngineBridge:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # request id -> stream, for unfinished requests
         self._in_engine: set[str] = set()  # ids of requests in the engine; used by the engine thread only
-        self._has_broken = False
         self._last_progress = monotonic()  # when the engine thread last started a step or a command
         self._preparing: Counter[str] = Counter()  # queue key -> sequences of calls that are still being prepared
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -162,7 +161,7 @@ class EngineBridge:
 
     @property
     def is_healthy(self) -> bool:
-        return self._thread.is_alive() and not self._has_broken
+        return self._thread.is_alive()
 
     @property
     def stalled_seconds(self) -> float:
@@ -243,7 +242,7 @@ class EngineBridge:
 
     def _fail_streams(self, error: BaseException) -> None:
         """Fail all streams after the engine thread has stopped unexpectedly."""
-        self._has_broken = True
+        self._thread.join()  # which has nothing left to do: from now on ``is_healthy`` is False
         self._deliver([error_emission(request_id, error) for request_id in self._streams])
 
     # --- in the engine thread -------------------------------------------------------------------------------------------------

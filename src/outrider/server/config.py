@@ -110,9 +110,9 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._clients)
 
-    def client(self, key: str | None) -> Client | None:
+    def client(self, key: str) -> Client | None:
         """Return the client of an API key, or None. The key's digest is looked up: timing reveals nothing about the keys."""
-        return self._clients.get(_digest(key or "")) if self._clients else ANYONE
+        return self._clients.get(_digest(key)) if self._clients else ANYONE
 
     @classmethod
     def load(cls, file: Path | None) -> KeyRing:
@@ -146,4 +146,4 @@ def _entry(line: str, number: int, source: str) -> tuple[str, Client]:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="replace")).digest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

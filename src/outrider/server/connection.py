@@ -28,7 +28,6 @@ class TimedProtocol(H11Protocol):
         ``max_connections``: of the server; further ones are closed at once.
         """
         super().__init__(*args, **options)
-        self.app_state = dict(self.app_state)  # a copy for this connection
         self.timeout_keep_alive: float = idle_timeout  # type: ignore[assignment]
         self._header_timeout, self._idle_timeout, self._max_connections = header_timeout, idle_timeout, max_connections
         self._arrived: float | None = None  # time of the first byte of a call with incomplete headers
@@ -66,8 +65,7 @@ class TimedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._reading_due is None:
-            self._reading_due = self.loop.call_later(self._idle_timeout, self.transport.abort)
+        self._reading_due = self.loop.call_later(self._idle_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()

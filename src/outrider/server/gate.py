@@ -110,15 +110,14 @@ class Gate:
         if path.startswith(GUARDED):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             key = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            key = key.strip().encode("latin-1").decode(errors="replace")  # the bytes that the client sent are UTF-8
+            key = key.encode("latin-1").strip().decode(errors="surrogateescape")  # the bytes that the client sent
             client = self._keys.client(key)
             if client is None:
                 return _error(path, call, 401, UNKNOWN_KEY, code="invalid_api_key")
             call.client = client if len(self._keys) or address is None else replace(client, connection="{}:{}".format(*address))
         if headers.get("content-encoding", "identity").lower() != "identity":
             return _error(path, call, 415, "the body is compressed: send it without the header Content-Encoding")
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self._config.max_body:
+        if int(headers.get("content-length", "0")) > self._config.max_body:  # h11 has checked that it is a number
             return _error(path, call, 413, self._too_large())
         return None
 
@@ -134,7 +133,7 @@ class Gate:
             if is_complete:
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), max(deadline - monotonic(), 0.001))
+                message = await asyncio.wait_for(receive(), deadline - monotonic())
             except TimeoutError:
                 raise HTTPException(408, "the body did not arrive in time") from None
             num_bytes += len(message.get("body", b""))

@@ -413,7 +413,7 @@ def preamble_of(form: Any, written: str) -> Preamble | None:
 
 def openings_of(form: Any) -> tuple[str, ...]:
     """Return the openings that calls in a form of replies may begin with."""
-    pattern = form.fields[CALLS].open_re if form is not None and CALLS in form.fields else None
+    pattern = form.fields[CALLS].open_re if CALLS in form.fields else None
     return tuple(each for each in OPENINGS if pattern is not None and pattern.match(each, partial=True))
 
 
@@ -423,11 +423,13 @@ class Replies:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
         self._tool_template = None if tokenizer is None else template_of(tokenizer, with_tools=True)
-        self._form = None if tokenizer is None else response_template(tokenizer)
+        self._form: Any = None
         self._delimiters = self._in_preambles = frozenset[int]()
         self._preamble: Preamble | None = None
-        self._openings = openings_of(self._form)
-        if tokenizer is not None and self._form is not None:
+        self._openings: tuple[str, ...] = ()
+        if tokenizer is not None:
+            self._form = response_template(tokenizer)
+            self._openings = openings_of(self._form)
             ids = sorted(special_ids(tokenizer))
             text = _delimiters(self._form)
             named = list(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True))
@@ -441,7 +443,7 @@ class Replies:
         if not body.template_tools:
             return
         check_takes_tools(self._tool_template)
-        if body.may_call and (self._form is None or CALLS not in self._form.fields):
+        if body.may_call and CALLS not in self._form.fields:
             raise OutriderError(UNKNOWN)
         if body.may_call and body.is_json and not self._openings:
             raise OutriderError(NO_OPENING)
@@ -455,7 +457,7 @@ class Replies:
         plain, preamble = [self._plain(body) for _ in range(body.n)], self._preamble
         if body.may_call:
             preamble = (preamble or Preamble("", ""))._replace(calls=self._openings)
-        if self._tokenizer is None or self._form is None or (body.is_json and preamble is None):
+        if self._tokenizer is None or (body.is_json and preamble is None):
             return plain
         end = str(self._tokenizer.decode(list(prompt_ids[-PREFIX_TOKENS:]), clean_up_tokenization_spaces=False))
         if body.is_json and preamble is not None:

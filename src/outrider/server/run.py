@@ -84,9 +84,7 @@ def log_json() -> None:
     """Send all log records to standard error as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
+    logging.getLogger().handlers[:] = [handler]
     package = logging.getLogger("outrider")
     package.handlers.clear()  # remove the plain-text handler used while loading
     package.propagate = True

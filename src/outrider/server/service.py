@@ -186,7 +186,7 @@ class Service:
         self.check_model(body.model)
         call = http.state.call
         with self.bridge.reserve_places(1, call.client):
-            left = max(call.arrived + self.config.request_timeout - monotonic(), 0.0)
+            left = call.arrived + self.config.request_timeout - monotonic()
             found = await _unless_disconnected(http, work(call.client), left)
         return Response(status_code=CLOSED) if found is None else JSONResponse(found)
 
@@ -237,7 +237,7 @@ class Service:
         call = http.state.call
         deadline = call.arrived + self.config.request_timeout
         with self.bridge.reserve_places(num_sequences, call.client):
-            left = max(deadline - monotonic(), 0.0)
+            left = deadline - monotonic()
             prepared = await _unless_disconnected(http, self._prepared(body, call, encode, params_with, answer), left)
             if prepared is None:
                 return Response(status_code=CLOSED)

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Generator, Iterator
+from time import sleep
 from typing import Any
 
 import httpx
@@ -107,7 +108,7 @@ def test_invalid_input_gives_one_line(server: Server, demo: Demo, body: Any, sta
     assert len(demo.line) == 0
 
 
-def test_a_visitor_who_leaves_during_the_upload_is_no_failure(demo: Demo) -> None:
+def test_a_visitor_who_leaves_during_the_upload_is_no_failure(demo: Demo, caplog: pytest.LogCaptureFixture) -> None:
     headers = [(b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/api/race", "headers": headers, "query_string": b""}
 
@@ -115,6 +116,7 @@ def test_a_visitor_who_leaves_during_the_upload_is_no_failure(demo: Demo) -> Non
         return {"type": "http.disconnect"}
 
     asyncio.run(demo.app(ServerConfig(), "127.0.0.1")(scope, left, asyncio.Queue().put))  # type: ignore[arg-type]
+    assert not caplog.records
 
 
 def test_other_types_paths_and_verbs_are_refused(server: Server) -> None:
@@ -136,11 +138,14 @@ def test_the_page_loads_nothing_from_elsewhere(server: Server) -> None:
     assert about["target"] == "toy" and about["methods"] == {"draft": 16}
 
 
-def test_visitors_race_in_order_and_see_their_position(server: Server, track: HandTrack) -> None:
+def test_visitors_race_in_order_and_see_their_position(
+    server: Server, track: HandTrack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "HEARTBEAT", 0.1)  # a silent connection may be closed on the way
     first = server.race(**GOOD | {"prompt": "first"})
     assert first.next() == {"type": "started"}
     second = server.race(**GOOD | {"prompt": "second"})
-    assert second.next() == {"type": "waiting", "ahead": 1}
+    assert second.next() == second.next() == {"type": "waiting", "ahead": 1}
     third = server.race(**GOOD | {"prompt": "third"})
     assert third.next() == {"type": "waiting", "ahead": 2}
     track.may_end.set()
@@ -220,15 +225,18 @@ def test_a_visitor_who_does_not_read_does_not_delay_others(server: Server, track
         second.leave()
 
 
-def test_a_tab_closed_in_the_queue_frees_the_place(server: Server, track: HandTrack, demo: Demo) -> None:
+def test_a_tab_closed_in_the_queue_frees_the_place(server: Server, track: HandTrack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "HEARTBEAT", 120.0)  # others learn of it at once, and once
     first, second = server.race(**GOOD | {"prompt": "first"}), server.race(**GOOD | {"prompt": "second"})
     assert first.next() and second.next()
     third = server.race(**GOOD | {"prompt": "third"})
     assert third.next() == {"type": "waiting", "ahead": 2}
     second.leave()
     assert third.next() == {"type": "waiting", "ahead": 1}
+    sleep(0.1)
     track.may_end.set()
-    assert first.rest()[-1] == third.rest()[-1] == {"type": "finished"}
+    assert first.rest()[-1] == {"type": "finished"}
+    assert [event["type"] for event in third.rest()] == ["started", "finished"]
     assert track.racing == ["first", "third"]
 
 
