@@ -28,9 +28,9 @@ from outrider.heads.checkpoint import (
     write_folder,
 )
 from outrider.heads.mtp import LayerTemplate, MtpHead, built_head
-from outrider.memory import weight_bytes
 from outrider.runner import ModelRunner, gguf, loading
 from outrider.types import OutriderError
+from outrider.weight_files import weight_bytes
 
 IGNORED = (r"rotary_emb\.",)
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # tensors of experts, by transformers' names
