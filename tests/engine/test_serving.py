@@ -477,7 +477,7 @@ def test_a_running_request_shares_its_prefix():
 def test_what_a_running_request_has_not_processed_and_its_drafts_are_no_prefix():
     kv = cache()
     text = list(range(40))
-    row = kv.row_for("a", text)
+    row = kv.row_with_prefix("a", text)
     write(kv, row, text[:20])  # the first chunk
     assert kv.longest_prefix("b", [*text, 50]) == (row, 20)
     # A draft model counts its drafts as cached until the round is committed.
@@ -496,11 +496,11 @@ def test_a_limit_of_the_prefix_is_used_in_full(lookahead):
 def test_a_finished_request_is_continued_rather_than_a_running_one_copied():
     kv = cache()
     text = list(range(41))
-    rows = [kv.row_for(name, text) for name in ("runs", "ends")]
+    rows = [kv.row_with_prefix(name, text) for name in ("runs", "ends")]
     for row in rows:
         write(kv, row, text[:-1])  # the last token is not processed yet
     kv.retire(["ends"])
-    assert kv.row_for("next", [*text, 50]) == rows[1]
+    assert kv.row_with_prefix("next", [*text, 50]) == rows[1]
 
 
 def test_requests_of_different_owners_share_no_prefix():
@@ -535,7 +535,7 @@ def test_a_prefix_of_a_longer_text_is_copied_into_the_least_recently_used_row():
     kv = cache(rows=2)
     for name, start in (("shared", 0), ("other", 100)):
         ended(kv, name, list(range(start, start + 40)))
-    row = kv.row_for("new", [*range(30), 99])
+    row = kv.row_with_prefix("new", [*range(30), 99])
     assert kv.cached_lens[row] == 30 and kv.stores[0][0, row, 0, :30, 0].tolist() == [*range(30)]
     assert kv.longest_prefix("again", list(range(41)))[1] == 40
 
@@ -543,10 +543,10 @@ def test_a_prefix_of_a_longer_text_is_copied_into_the_least_recently_used_row():
 def test_a_row_was_last_used_when_its_request_ended():
     kv, texts = cache(rows=2), {"first": list(range(40)), "second": list(range(100, 140))}
     for name, text in texts.items():
-        write(kv, kv.row_for(name, text), text)
+        write(kv, kv.row_with_prefix(name, text), text)
     for name in ("second", "first"):
         kv.retire([name])
-    kv.row_for("new", list(range(200, 230)))
+    kv.row_with_prefix("new", list(range(200, 230)))
     assert kv.longest_prefix("next", [*texts["first"], 50])[1] == 40
 
 
@@ -564,17 +564,17 @@ def test_without_kept_prefixes_a_finished_row_is_free_and_empty():
     kv = cache()
     kv.keeps_prefixes = False
     text = list(range(40))
-    row = kv.row_for("a", text)
+    row = kv.row_with_prefix("a", text)
     write(kv, row, text)
     kv.retire(["a"])
-    assert kv.row_for("b", text) == row and kv.cached_lens[row] == 0
+    assert kv.row_with_prefix("b", text) == row and kv.cached_lens[row] == 0
 
 
 def test_a_text_too_short_to_be_shared_takes_no_row_from_a_prefix():
     kv = cache(rows=2)
     for name, length in (("long", 40), ("short", MIN_SHARED_PREFIX - 1)):
         ended(kv, name, list(range(length)))
-    kv.row_for("new", list(range(100, 130)))
+    kv.row_with_prefix("new", list(range(100, 130)))
     assert kv.longest_prefix("next", list(range(41)))[1] == 40
 
 
