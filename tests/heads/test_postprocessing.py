@@ -28,7 +28,7 @@ def model_of(kind, **changes):
     return make_model(small_config(kind, tie_word_embeddings=False, **(SHAPED.get(kind, {}) | changes)))
 
 
-def run_of(model):
+def runner_of(model):
     return ModelRunner.load(copy.deepcopy(model), RunnerConfig(compile="never", max_batch=4))
 
 
@@ -49,7 +49,7 @@ def test_the_targets_own_code_transforms_its_logits(kind):
 def captured(request, tmp_path_factory):
     """Return a target, its runner and its features for some rows."""
     model = model_of(request.param)
-    runner = run_of(model)
+    runner = runner_of(model)
     rows = torch.stack([torch.tensor(make_text(SEQ, seed)) for seed in range(8)]).int()
     folder = tmp_path_factory.mktemp("features")
     return model, runner, capture(runner, rows, [0, 1, 2], folder, lambda *_: None)
@@ -98,7 +98,7 @@ def test_gradients_pass_through_the_cap(captured):
 @pytest.mark.parametrize("kind", SHAPED)
 def test_a_head_that_uses_the_targets_output_head_transforms_logits_like_the_target(kind):
     model = model_of(kind)
-    runner = run_of(model)
+    runner = runner_of(model)
     head = shapes.new_eagle(runner, 1, (2,), None)
     head.set_attention("outrider")
     proposer = EagleProposer(head, runner, EagleConfig(max_nodes=1))
@@ -117,7 +117,7 @@ def test_a_head_that_uses_the_targets_output_head_transforms_logits_like_the_tar
 @torch.no_grad()
 def test_an_exported_head_embeds_as_the_target_does(tmp_path):
     """Gemma 3 scales its stored embeddings; the exported copy contains the scaled values."""
-    runner = run_of(model_of("gemma3_text"))
+    runner = runner_of(model_of("gemma3_text"))
     head = shapes.new_eagle(runner, 1, (2,), None)
     eagle_formats.export(head, tmp_path)
     again: EagleHead = eagle_formats.load(tmp_path, runner)

@@ -339,7 +339,7 @@ def test_if_one_kind_of_pass_does_not_compile_all_stay_eager(model, tmp_path, mo
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     late = load(model, "auto")
     run, _ = late.passes.run_of(), late.passes.run_of((0,))
-    monkeypatch.setattr(compiled, "load", lambda module, build: None if module.layers else lambda inputs: run(inputs))
+    monkeypatch.setattr(compiled, "load", lambda module, build: None if module.hidden else lambda inputs: run(inputs))
     late.passes.compile_now()
     assert late.passes.run_of() is run and late.passes.could_compile
     monkeypatch.setattr(compiled, "load", lambda module, build: run)
@@ -349,7 +349,7 @@ def test_if_one_kind_of_pass_does_not_compile_all_stay_eager(model, tmp_path, mo
 
 def test_after_a_pass_that_does_not_compile_others_are_eager(model, tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiled, "load", lambda module, build: run if module.layers else None)
+    monkeypatch.setattr(compiled, "load", lambda module, build: run if module.hidden else None)
     eager = load(model, "always")
     run = eager.passes.run_of()
     assert eager.passes.run_of((0,)) is not run

@@ -282,7 +282,8 @@ class KVCache(PassThrough):
                 self._row_of[request_id] = source
                 return source
         target = self.row(request_id)
-        self._copy_row(source, target, length)
+        if target != source:  # the same if no other row could be evicted
+            self._copy_row(source, target, length)
         return target
 
     def _copy_row(self, source: int, target: int, length: int) -> None:

@@ -70,6 +70,8 @@ def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedToke
 
 def _check_learned(target: dict[str, int], draft: dict[str, int], added: Collection[str]) -> None:
     """Raise ``DifferentVocabulary`` unless the tokens that are not among the added ones have the same ids."""
+    if target == draft:  # the usual case, and ten times as fast
+        return
     learned = [{token: index for token, index in each.items() if token not in added} for each in (target, draft)]
     if learned[0] != learned[1]:
         raise DifferentVocabulary(f"draft and target have different vocabularies ({_difference(*learned)})")
