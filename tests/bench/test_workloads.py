@@ -69,6 +69,8 @@ def test_built_in_prompts_leave_room_in_the_embedded_context() -> None:
         ({**SPEC_BENCH, "category": "coding", "src_id": "7", "multiturn": False}, "coding", "", asked("Translate: Haus")),
         (SPEED_BENCH, "rag", "", asked("Where?")),
         ({"prompt_id": 1, "prompt": ["Hello", "again"], "category": "writing"}, "mt-bench", "", asked("Hello")),
+        ({"prompt_id": "x", "prompt": "Write", "category": "writing"}, "mine", "Write", ()),
+        ({"prompt_id": "x", "prompt": "Write", "category": "x", "messages": [*asked("Write")]}, "mine", "", asked("Write")),
         ({"problem": "1 + 1", "answer": "2", "level": 1}, "math-500", "", asked("1 + 1")),
         ({"task_id": 2, "text": "Write f.", "code": "", "test_list": []}, "mbpp", "", asked("Write f.")),
         ({"task_id": 2, "prompt": "Write f.", "code": "", "test_list": []}, "mbpp", "", asked("Write f.")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -215,9 +215,10 @@ def _speed_bench(item: Mapping[str, Any], workload: str) -> Prompt:
     if "turns" in item:
         found = _first_of("turns")(item, workload)
     else:
-        messages = item["messages"]
-        found = _conversation({"messages": messages[:1] if isinstance(messages, list) else messages}, workload)
-    if PLACEHOLDER in str(found.messages[0].get("content")):
+        found = _conversation({"messages": item["messages"]}, workload)
+        first = next((i for i, message in enumerate(found.messages) if message["role"] == "user"), len(found.messages) - 1)
+        found = replace(found, messages=found.messages[: first + 1])
+    if PLACEHOLDER in str(found.messages[-1].get("content")):
         raise Refused("the published file lacks this prompt: prepare it with SPEED-Bench's own tool")
     return found
 
@@ -255,6 +256,15 @@ def _task(item: Mapping[str, Any]) -> str:
     return category if category in SPEC_BENCH_TASKS else "mt-bench"
 
 
+def _name_of_list(item: Mapping[str, Any]) -> str:
+    return "" if isinstance(item["prompt"], str) else "mt-bench"
+
+
+def _listed_or_text(item: Mapping[str, Any], workload: str) -> Prompt:
+    """Read a line of the hub's MT-bench, whose prompts are lists of turns, or of other files with the same fields."""
+    return (_continued if isinstance(item["prompt"], str) else _first_of("prompt"))(item, workload)
+
+
 # Identifying fields, workload name ("": the file's) and reader of each format; the first match is used.
 Format = tuple[frozenset[str], Callable[[Mapping[str, Any]], str], Read]
 FORMATS: tuple[Format, ...] = (
@@ -266,8 +276,8 @@ FORMATS: tuple[Format, ...] = (
     (frozenset({"turns", "category", "src_id"}), lambda item: item["category"], _speed_bench),
     (frozenset({"messages", "category", "src_id"}), lambda item: item["category"], _speed_bench),
     (frozenset({"turns", "category"}), _task, _first_of("turns")),
-    (frozenset({"prompt", "category", "prompt_id"}), lambda item: "mt-bench", _first_of("prompt")),
     (frozenset({"messages"}), lambda item: "", _conversation),
+    (frozenset({"prompt", "category", "prompt_id"}), _name_of_list, _listed_or_text),
     (frozenset({"turns"}), lambda item: "", _first_of("turns")),
     (frozenset({"prompt"}), lambda item: "", _continued),
     (frozenset({"question"}), lambda item: "", _asked("question")),

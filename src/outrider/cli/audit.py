@@ -116,7 +116,6 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     """
     from outrider.cli.session import fitting, load_plain, named_methods, start
 
-    start()
     check_outputs({"--out": output.out, "--html": output.html}, options.prompts or [])
     lengths = parse_list(
         "--num-draft-tokens", options.num_draft_tokens or ("1,3,5,8" if models.same_text else "4"), _parse_length
@@ -127,6 +126,7 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
         raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
     temperature = COUPLED_TEMPERATURE if models.same_text else TEMPERATURE
     params = sampling.params(temperature=temperature)
+    start()
     texts = read_prompts(options, models.same_text)
     named, methods = named_methods(AUTO if options.method is None else options.method, models)
     llm = load_plain(models, methods, max_batch=max(batches))
