@@ -534,10 +534,18 @@ def test_the_least_recently_used_prefix_is_evicted_first():
 def test_a_prefix_of_a_longer_text_is_copied_into_the_least_recently_used_row():
     kv = cache(rows=2)
     for name, start in (("shared", 0), ("other", 100)):
-        ended(kv, name, list(range(start, start + 40)))
+        ended(kv, name, list(range(start, start + 60)))
     row = kv.row_with_prefix("new", [*range(30), 99])
     assert kv.cached_lens[row] == 30 and kv.stores[0][0, row, 0, :30, 0].tolist() == [*range(30)]
-    assert kv.longest_prefix("again", list(range(41)))[1] == 40
+    assert kv.longest_prefix("again", list(range(61)))[1] == 60
+
+
+def test_a_prefix_of_a_hardly_longer_text_is_continued_in_its_row():
+    kv = cache(rows=2)
+    for name, start in (("mine", 0), ("other", 100)):
+        ended(kv, name, list(range(start, start + 40)))
+    kv.row_with_prefix("next", [*range(40 - MIN_SHARED_PREFIX + 1), 99])
+    assert kv.longest_prefix("again", list(range(100, 141)))[1] == 40
 
 
 def test_a_row_was_last_used_when_its_request_ended():

@@ -47,7 +47,7 @@ def test_a_shipped_head_drafts_for_the_embedded_target(method, least, plain):
 
 @pytest.mark.parametrize("method", ["medusa:bits=4", "eagle:bits=3"])
 def test_a_head_has_8_bits_or_its_own_precision(method):
-    with pytest.raises(OutriderError, match="expected 8 or None"):
+    with pytest.raises(OutriderError, match="expected 8 or 16 or None"):
         LLM(method=method, **OPTIONS)
 
 

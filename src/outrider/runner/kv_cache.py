@@ -274,10 +274,14 @@ class KVCache(PassThrough):
         return best, longest if best is not None else 0
 
     def _claim_row(self, request_id: str, source: int, length: int) -> int:
-        """Return a row for a request that shares a prefix with another row: that row itself if nothing else is in it."""
+        """Return a row for a request that shares a prefix with another row.
+
+        That row itself if nothing else is in it, or hardly anything and no other is free.
+        """
         if not self._rows[source].is_running:
             known = self._rows[source] = self._rows.pop(source)  # the most recently used
-            if length + self.lookahead == len(known.token_ids):
+            num_lost = len(known.token_ids) - length - self.lookahead
+            if num_lost == 0 or (num_lost < MIN_SHARED_PREFIX and not (self._free or self._grow_rows())):
                 known.is_running = True
                 self._row_of[request_id] = source
                 return source
