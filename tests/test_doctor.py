@@ -25,7 +25,7 @@ from outrider.proposers import early_exit
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.registry import PROPOSERS
-from outrider.runner import ModelRunner
+from outrider.runner import ModelRunner, footprint
 from outrider.runner.config import RunnerConfig
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.state_cache import StateKey, StateShape, StateShapes, grouped
@@ -171,7 +171,7 @@ def test_quantised_weights_are_counted_as_they_are_in_memory(target, monkeypatch
     free = 4 * weight_bytes(target)
     monkeypatch.setattr(doctor, "free_memory", lambda: free)
     assert level_of(examined(target, "ngram"), "memory") == "ok"
-    monkeypatch.setattr(doctor, "growth_of", lambda *_: 4)  # as of FP8 without kernels
+    monkeypatch.setattr(footprint, "growth_of", lambda *_: 4)  # as of FP8 without kernels
     assert level_of(examined(target, "ngram"), "memory") == "wrong"
     monkeypatch.setattr(doctor, "free_memory", lambda: 1000)
     packed = check_draft(DoctorOptions(str(target), "ngram", {**OPTIONS, "weights": "int4"}, SHORT))

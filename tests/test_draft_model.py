@@ -17,7 +17,7 @@ from outrider import native
 from outrider.proposers import draft_model
 from outrider.proposers.draft_model import METHOD, DraftModelProposer
 from outrider.proposers.method import Setting
-from outrider.runner import ModelRunner, RunnerConfig, blocks, model_runner
+from outrider.runner import ModelRunner, RunnerConfig, blocks, model_runner, quantized
 from outrider.runner.linear import packed_layers
 from outrider.runner.tokenizers import load_tokenizer
 from outrider.types import OutriderError, SamplingParams
@@ -246,7 +246,7 @@ def test_a_loaded_draft_on_another_device_is_refused(tmp_path):
 @pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 @pytest.mark.parametrize("bits, limit, found", [(None, 0, 4), (None, 1 << 20, 16), (4, 0, 4), (8, 0, 8), (16, 0, 16)])
 def test_a_draft_that_exceeds_the_caches_is_rounded(bits, limit, found, tmp_path, monkeypatch):
-    monkeypatch.setattr(draft_model, "MAX_16_BIT_BYTES", limit)
+    monkeypatch.setattr(quantized, "MAX_16_BIT_BYTES", limit)
     model = make_model(small_config("llama", vocab_size=len(make_tokenizer()))).bfloat16()
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     draft = build(tmp_path, model, make_tokenizer(), options={} if bits is None else {"bits": bits}).draft
@@ -257,7 +257,7 @@ def test_a_draft_that_exceeds_the_caches_is_rounded(bits, limit, found, tmp_path
 def test_rounding_a_draft_needs_the_kernels(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "load", lambda: False)
     model = make_model(small_config("llama", vocab_size=len(make_tokenizer())))
-    monkeypatch.setattr(draft_model, "MAX_16_BIT_BYTES", 0)
+    monkeypatch.setattr(quantized, "MAX_16_BIT_BYTES", 0)
     assert not packed_layers(build(tmp_path, model, make_tokenizer()).draft.model)
     with pytest.raises(OutriderError, match="bits=4 needs a draft that runs on Outrider's CPU kernels"):
         build(tmp_path, model, make_tokenizer(), options={"bits": 4})

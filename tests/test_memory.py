@@ -15,12 +15,13 @@ from quantised_folders import FORMATS as QUANTISED
 from quantised_folders import write
 from safetensors.torch import save_file
 from tiny_folder import make_folder
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import LLM, OutriderError, memory, weight_files
-from outrider.runner import ModelRunner, RunnerConfig, checkpoint_files, loading
+from outrider.runner import ModelRunner, RunnerConfig, checkpoint_files, footprint, loading
 from outrider.runner.checkpoint_files import check_weight_files
 from outrider.runner.checkpoints.formats import FORMATS
+from outrider.runner.footprint import fetch_fitting_weights, growth_of
 
 GIB = 1 << 30
 
@@ -107,17 +108,38 @@ def test_weights_that_are_widened_need_more_memory_than_their_files(
     if quantization is not None:
         config.quantization_config = quantization
     reader = FORMATS[quantization["quant_method"]](quantization) if quantization is not None and has_reader else None
-    assert loading.growth_of(config, reader, None, "auto") == growth
-    assert loading.growth_of(config, reader, 8, "auto") == 1  # rounded tensor by tensor
+    assert growth_of("unknown/name", config, None, reader, RunnerConfig()) == growth
+    if quantization is not None:
+        assert growth_of("unknown/name", config, None, reader, RunnerConfig(weights="int8")) == 1  # rounded tensor by tensor
 
 
 @pytest.mark.parametrize(
     ("dtype", "growth"), [("auto", 1), ("float32", 2), (torch.float32, 2), ("bfloat16", 1), ("float16", 1)]
 )
 def test_weights_that_are_converted_need_the_memory_of_their_new_type(dtype: torch.dtype | str, growth: float) -> None:
-    assert loading.growth_of(LlamaConfig(dtype="bfloat16"), None, None, dtype) == growth
-    assert loading.growth_of(LlamaConfig(dtype="bfloat16"), None, 8, dtype) == growth
-    assert loading.growth_of(LlamaConfig(), None, None, dtype) == 1  # unknown
+    for options in (RunnerConfig(dtype=dtype), RunnerConfig(dtype=dtype, weights="int8")):
+        assert growth_of("unknown/name", LlamaConfig(dtype="bfloat16"), None, None, options) == growth
+        assert growth_of("unknown/name", LlamaConfig(), None, None, options) == 1  # unknown
+
+
+@pytest.mark.parametrize(("stored", "stated", "growth"), [("bfloat16", "float32", 2), ("float32", "bfloat16", 0.5)])
+def test_what_is_converted_is_seen_in_the_files(stored: str, stated: str, growth: float, tmp_path: Path) -> None:
+    """transformers loads the dtype that config.json states, whatever the files hold."""
+    save_file(
+        {"a.weight": torch.zeros(100, 10, dtype=getattr(torch, stored)), "b": torch.zeros(5)}, tmp_path / "model.safetensors"
+    )
+    for options in (RunnerConfig(), RunnerConfig(weights="int4")):
+        assert growth_of(tmp_path, LlamaConfig(dtype=stated), LlamaForCausalLM, None, options) == growth
+
+
+@pytest.mark.parametrize("has_archive", [True, False])
+def test_files_of_pytorch_are_mapped_only_as_archives(has_archive: bool, tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.zeros(10)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=has_archive)
+    config, options = (
+        LlamaConfig(hidden_size=64, intermediate_size=128, vocab_size=64, dtype="bfloat16"),
+        RunnerConfig(weights="int4"),
+    )
+    assert (growth_of(tmp_path, config, LlamaForCausalLM, None, options) < 0.5) == has_archive
 
 
 def test_weights_larger_than_memory_are_rejected_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,15 +165,15 @@ def test_only_float8_and_converted_weights_of_a_checkpoint_grow(
     for total, is_refused in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(memory, "total_memory", lambda total=total: total)
         with pytest.raises(OutriderError, match=r"the weights in .* take") if is_refused else nullcontext():
-            growth = loading.growth_of(config, reader, None, dtype)
-            loading.fetch_fitting_weights(tmp_path, growth, reader, None, dtype)
+            fetch_fitting_weights(tmp_path, config, None, reader, RunnerConfig(dtype=dtype))
 
 
 def test_a_quantised_model_is_not_refused_before_its_download_by_an_upper_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bounds: list[float] = []
-    monkeypatch.setattr(loading, "fetch_weights", lambda _, growth=0.0: bounds.append(growth))
+    for module in (footprint, loading):
+        monkeypatch.setattr(module, "fetch_weights", lambda _, growth=0.0: bounds.append(growth))
     ModelRunner.load(write(tmp_path / "model", *QUANTISED["fp8-block"]).folder, RunnerConfig(compile="never"))
     assert bounds == [1.0, 0.0]  # 0: no further bound
 

@@ -24,8 +24,9 @@ from outrider.memory import free_memory, size
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import Setting
 from outrider.registry import PLAIN, PROPOSERS
-from outrider.runner.config import torch_device
-from outrider.runner.loading import bytes_in_memory, growth_of, load_config, model_class, num_experts, text_config
+from outrider.runner.config import RunnerConfig, torch_device
+from outrider.runner.footprint import bytes_in_memory
+from outrider.runner.loading import load_config, model_class, num_experts, text_config
 from outrider.runner.rounding import choose_reader
 from outrider.types import Finding, OutriderError, SamplingParams
 from outrider.weight_files import weight_bytes
@@ -264,10 +265,10 @@ def _memory_needed(checked: DoctorOptions, drafts: list[Any]) -> Iterator[Findin
 
 
 def _bytes_of_target(target: str | Path, options: dict[str, Any], device: torch.device) -> int:
-    dtype = options.get("dtype", "auto")
     config = load_config(target, options.get("trust_remote_code", False))
-    reader = choose_reader(str(target), config, model_class(config), device)
-    return bytes_in_memory(target, growth_of(config, reader, None, dtype), reader, dtype)
+    kind = model_class(config)
+    reader = choose_reader(str(target), config, kind, device)
+    return bytes_in_memory(target, config, kind, reader, RunnerConfig(dtype=options.get("dtype", "auto")))
 
 
 def _weights_in_memory(runner: ModelRunner) -> Finding:

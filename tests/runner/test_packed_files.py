@@ -29,6 +29,7 @@ from outrider.runner import (
     linear,
     loading,
     packed_files,
+    quantized,
     self_check,
 )
 from outrider.runner.packed_files import PackedFile
@@ -280,7 +281,7 @@ def draft_of(path, **options):
     ["folder", "llama", "llama, 5 bits", "gemma3", "gpt-oss", "phi3", "falcon-h1", pytest.param("folder, untied", id="untied")],
 )
 def test_a_rounded_draft_is_stored_with_its_values(kind, tmp_path, cache, read, monkeypatch):
-    monkeypatch.setattr(draft_model, "MAX_16_BIT_BYTES", 0)
+    monkeypatch.setattr(quantized, "MAX_16_BIT_BYTES", 0)
     path = tmp_path / "draft.gguf"
     if kind.startswith("folder"):
         path = make_folder(tmp_path / "draft", hidden_size=64, tie_word_embeddings=kind == "folder", dtype="bfloat16")

@@ -67,5 +67,5 @@ def test_8_bits_of_a_head_need_the_kernels(monkeypatch):
     monkeypatch.setattr(quantized, "MAX_16_BIT_BYTES", 0)
     target = ModelRunner.load(untouched(make_model(small_config("llama"))), RunnerConfig()).model
     quantized.place_head(torch.nn.Linear(64, 64), target, None)
-    with pytest.raises(OutriderError, match="leave out bits=8"):
+    with pytest.raises(OutriderError, match="bits=8 needs a head that runs on Outrider's CPU kernels: leave it out"):
         quantized.place_head(torch.nn.Linear(64, 64), target, 8)

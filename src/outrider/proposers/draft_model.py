@@ -25,7 +25,7 @@ from outrider.proposers.portable import Form, Portable
 from outrider.runner import ModelRunner, gguf
 from outrider.runner.loading import context_length, has_own_code, load_config, num_experts, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
-from outrider.runner.quantized import MAX_16_BIT_BYTES, packed_bytes, round_weights
+from outrider.runner.quantized import round_large
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import (
     check_same_files,
@@ -287,18 +287,8 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     dtype = "auto" if isinstance(draft, PreTrainedModel) else target.dtype  # of a loaded draft: its own
     config = replace(target, weights=None, kv_memory=None, device=device, dtype=dtype)
     runner = kind.load(draft, config, None if options.bits == 16 else f"draft {options.bits}")  # type: ignore[arg-type]
-    before = packed_bytes(runner.model)
-    bits = options.bits or (4 if before > MAX_16_BIT_BYTES else 16)
-    if bits < 16:
-        if not before:
-            raise OutriderError(f"bits={bits} needs a draft that runs on Outrider's CPU kernels: leave it out")
-        round_weights(runner.model, bits)
-        after = packed_bytes(runner.model)
-        if after < before:  # otherwise the file has as few bits
-            sizes = before / 1e6, after / 1e6
-            logger.info("draft weights rounded to %d bits: %.0f MB -> %.0f MB; bits=16 keeps them", bits, *sizes)
-            if runner.file is not None:
-                runner.file.save(runner.model)
+    if round_large(runner.model, options.bits, 4, "draft") and runner.file is not None:
+        runner.file.save(runner.model)
     return runner
 
 

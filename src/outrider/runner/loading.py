@@ -29,16 +29,14 @@ from transformers.utils.generic import ModelOutput
 from outrider.errors import errors_as, first_line
 from outrider.files import expanded, not_a_model_folder, object_in
 from outrider.hub import fetch_configs, fetch_weights, is_cached_only, refuse_missing
-from outrider.memory import require_memory
 from outrider.runner import attention, gguf, recurrence
 from outrider.runner.checkpoint_files import EXPERTS, check_config_file, check_sizes, check_weight_files, is_finite
 from outrider.runner.checkpoints import modelopt
-from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
-from outrider.runner.checkpoints.stored import headers, without_quantization
+from outrider.runner.checkpoints.formats import loader_options, quantization_of
+from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.checkpoints.weight import Format
-from outrider.runner.config import torch_dtype
 from outrider.types import OutriderError, dtype_name
-from outrider.weight_files import on_this_machine, weight_bytes, weight_files
+from outrider.weight_files import on_this_machine
 
 logger = logging.getLogger(__name__)
 
@@ -47,46 +45,6 @@ ANY_CACHE = "cache" if hasattr(ModelOutput, "past_key_values") else "past_key_va
 LAYER_INDEX = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # layer index in a tensor's name
 # Names that quantisers give to a layer's numbers beside its codes.
 SCALES = re.compile(r"weight_scale(_inv|_2)?|input_scale|weight_packed|qweight|qzeros|scales|absmax|SCB")
-
-
-def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None, dtype: torch.dtype | str) -> float:
-    """Return an upper bound of the bytes in memory per byte of the checkpoint's files. ``dtype``: the requested, or "auto"."""
-    quantization = quantization_of(config)
-    stored = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
-    requested = torch_dtype(dtype)
-    if quantization is None and requested is not None and isinstance(stored, torch.dtype):
-        return float(requested.itemsize / stored.itemsize)
-    if quantization is None or bits is not None:
-        return 1
-    if reader is not None:
-        return reader.growth
-    return 4 if method_of(quantization) == "mxfp4" else 1  # transformers' own quantiser makes 16 bits of 4
-
-
-def bytes_in_memory(source: str | Path, growth: float, reader: Format | None, dtype: torch.dtype | str) -> int:
-    """Return the bytes that the weights in a local folder take once they are loaded, at most.
-
-    ``growth``, ``dtype``: see ``growth_of``; ``reader``: the reader of a quantised checkpoint, if there is one: the size then
-    depends on the dtype of each tensor. Raises ``OutriderError`` for broken files.
-    """
-    if reader is None:
-        return round(growth * weight_bytes(gguf.find(source) or source))  # of a GGUF file without the image encoder beside it
-    return reader.num_bytes(headers([str(file) for file in weight_files(source)]).values(), torch_dtype(dtype))
-
-
-def fetch_fitting_weights(
-    source: str | Path, growth: float, reader: Format | None, bits: int | None, dtype: torch.dtype | str
-) -> None:
-    """Download the weights of a hub id. Raises ``OutriderError``, if possible before that, if they exceed the memory.
-
-    ``growth``: an upper bound of the bytes in memory per byte of the files.
-    """
-    fetch_weights(source, growth if reader is None else min(growth, 1.0))  # a reader's is only an upper bound
-    try:
-        needed = bytes_in_memory(source, growth, reader if bits is None else None, dtype)
-    except OutriderError:  # broken files are reported when they are loaded
-        return
-    require_memory(needed, f"the weights in {source} take", "choose a smaller or a quantised checkpoint")
 
 
 def load_model(

@@ -19,6 +19,7 @@ from outrider import native
 from outrider.runner import experts, linear, loading, packing
 from outrider.runner.config import RunnerConfig, torch_device
 from outrider.runner.cost_book import CostBook
+from outrider.runner.footprint import fetch_fitting_weights
 from outrider.runner.graphs import Run, wait_for
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan
@@ -27,7 +28,7 @@ from outrider.runner.longrope import split_longrope, usual_window
 from outrider.runner.packed_files import PackedFile
 from outrider.runner.passes import PassRunner
 from outrider.runner.round_hidden import RoundHidden
-from outrider.runner.rounding import choose_reader, memory_growth, refuse_rounding
+from outrider.runner.rounding import choose_reader, refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
 from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
@@ -105,8 +106,7 @@ class ModelRunner:
             if packed is not None:
                 return cls(packed, config, device, str(model), shape)._checked("eager", model)
         if device.type == "cpu":
-            growth = memory_growth(str(model), model_config, model_class, reader, config)
-            loading.fetch_fitting_weights(model, growth, reader, config.bits, config.dtype)
+            fetch_fitting_weights(model, model_config, model_class, reader, config)
         loaded = loading.load_model(model, model_config, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         linear.fuse_on_gpu(loaded)

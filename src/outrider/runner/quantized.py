@@ -27,7 +27,7 @@ from outrider.types import OutriderError
 logger = logging.getLogger(__name__)
 
 # Bytes of weights: larger drafts and heads are read from memory in each pass, which is shorter with fewer bits.
-MAX_16_BIT_BYTES = 64 << 20
+MAX_16_BIT_BYTES = 64_000_000
 
 
 def quantized_bytes(model: PreTrainedModel, bits: int) -> int:
@@ -57,6 +57,26 @@ def round_weights(model: nn.Module, bits: int) -> None:
     fuse_siblings(model)  # those that had different forms: the packed model has the same structure when it is read from a file
 
 
+def round_large(model: nn.Module, bits: int | None, default: int, what: str) -> bool:
+    """Round the linear layers of a draft model or head, if it is packed, and return whether they take less memory then.
+
+    ``bits``: 8 or 4; 16 keeps them; None for ``default`` if they exceed ``MAX_16_BIT_BYTES``, else 16. ``what``: "draft" or
+    "head", for messages. Raises ``OutriderError`` for 8 or 4 bits without the CPU kernels.
+    """
+    before = packed_bytes(model)
+    bits = bits or (default if before > MAX_16_BIT_BYTES else 16)
+    if bits == 16:
+        return False
+    if not before:
+        raise OutriderError(f"bits={bits} needs a {what} that runs on Outrider's CPU kernels: leave it out")
+    round_weights(model, bits)
+    after = packed_bytes(model)
+    if after == before:  # the file has as few bits
+        return False
+    logger.info("%s weights rounded to %d bits: %.0f MB -> %.0f MB; bits=16 keeps them", what, bits, before / 1e6, after / 1e6)
+    return True
+
+
 def packed_bytes(model: nn.Module) -> int:
     """Return the bytes of the linear layers of a packed model; 0 for other models."""
     return sum(layer.packed.nbytes for layer in packed_layers(model))
@@ -78,19 +98,12 @@ def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear, int]]
 def place_head(head: nn.Module, model: PreTrainedModel, bits: int | None) -> torch.dtype:
     """Move a head to its target's device; pack it if the target is packed. Return its compute dtype.
 
-    ``bits``: 8; 16 for the target's weight type; None for 8 if its packed weights exceed ``MAX_16_BIT_BYTES``, else 16. Raises
-    ``OutriderError`` if 8 bits are not supported.
+    ``bits``: 8; 16 for the target's weight type; None: see ``round_large``, which also says when this raises ``OutriderError``.
     """
     layers, dtype = packed_layers(model), arithmetic(model)
     own = torch.bfloat16 if is_in_blocks(model) else layers[0].packed.dtype if layers else dtype
     head.to(model.device, own).eval().requires_grad_(False)
     if layers:
         pack_model(head)  # type: ignore[arg-type]  # only uses the modules
-    before = packed_bytes(head)
-    if bits == 8 and not before:
-        raise OutriderError("8-bit heads need a CPU with Outrider's kernels: leave out bits=8")
-    if bits == 8 or (bits is None and before > MAX_16_BIT_BYTES):
-        round_weights(head, 8)
-        sizes = before / 1e6, packed_bytes(head) / 1e6
-        logger.info("head weights rounded to 8 bits: %.0f MB -> %.0f MB; bits=16 keeps them", *sizes)
+    round_large(head, bits, 8, "head")
     return torch.float32 if layers else dtype

@@ -11,9 +11,7 @@ from outrider import native
 from outrider.runner import gguf
 from outrider.runner.checkpoints.formats import choose, method_of, quantization_of
 from outrider.runner.checkpoints.weight import Format
-from outrider.runner.config import RunnerConfig, torch_dtype
-from outrider.runner.loading import growth_of, num_experts, text_config
-from outrider.runner.packing import pack_model, share_of_linear
+from outrider.runner.packing import share_of_linear
 from outrider.runner.survey import without_weights
 from outrider.types import OutriderError
 
@@ -61,25 +59,6 @@ def choose_reader(source: str, config: PreTrainedConfig, model_class: Any, devic
                 f"weights quantised by {method} are read in linear layers, {problem}: choose a checkpoint in 16 bits"
             )
     return reader
-
-
-def memory_growth(
-    source: str, config: PreTrainedConfig, model_class: Any, reader: Format | None, options: RunnerConfig
-) -> float:
-    """Return an upper bound of the bytes in memory per byte of a checkpoint's files.
-
-    Files of 16 or 32 bits are mapped and rounded layer by layer, so only the rounded weights take memory. Not so GGUF files,
-    and weights that transformers converts: to another dtype, or experts to one tensor.
-    """
-    bound = growth_of(config, reader, options.bits, options.dtype)
-    stored = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
-    is_copied = torch_dtype(options.dtype) not in (None, stored) or num_experts(text_config(config)) or gguf.find(source)
-    if options.bits is None or reader is not None or model_class is None or is_copied or not isinstance(stored, torch.dtype):
-        return bound
-    model = without_weights(config, model_class, stored)
-    in_files = sum(each.numel() for each in model.parameters()) * stored.itemsize
-    pack_model(model, options.bits)
-    return sum(each.nbytes for each in (*model.parameters(), *model.buffers())) / in_files
 
 
 def _mostly_other(config: PreTrainedConfig, model_class: Any) -> str | None:
