@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import jsonschema
 from outcome import count, finish, parsed, parser_of
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, Completion, SamplingParams
 from outrider.bench.provenance import origin
 from outrider.registry import PROPOSERS
 from outrider.sampling.grammar_masks import path_to
@@ -88,7 +90,7 @@ def check(method: str, grammar_drafts: bool, args: argparse.Namespace) -> dict[s
     options: dict[str, Any] = {"max_batch": 16, "max_len": 512, "grammar_drafts": grammar_drafts}
     llm = LLM(args.target, draft=args.draft, method=method, num_draft_tokens=args.k, **options)
     compiler = GrammarCompiler(tokenizer_data(llm))
-    watch, invalid, count = Watch(llm), [], 0
+    watch, invalid, answers, count = Watch(llm), [], [], 0
     while count < args.answers:
         schema, temperature = SCHEMAS[count % len(SCHEMAS)], TEMPERATURES[count % len(TEMPERATURES)]
         params = SamplingParams(MAX_TOKENS, temperature, seed=count, grammar=compiler.json(schema))
@@ -96,22 +98,31 @@ def check(method: str, grammar_drafts: bool, args: argparse.Namespace) -> dict[s
         generations = llm.generate([*PROMPTS, PROMPTS[0]], [*[params] * len(PROMPTS), free])
         for answer in (generation.outputs[0] for generation in generations[: len(PROMPTS)]):
             count += 1
+            answers.append(answer)
             try:
                 jsonschema.validate(json.loads(answer.text), schema)
             except (ValueError, jsonschema.ValidationError) as error:
                 invalid.append(f"{answer.finish_reason}: {answer.text!r}: {str(error).splitlines()[0]}")
-    stats, num_sequences = llm.stats, count * (1 + 1 / len(PROMPTS))  # those without a grammar included
     return {
         "answers": count,
         "invalid": len(invalid),
         "examples": invalid[:5],
         "drafts": watch.num_drafts,
         "forbidden_drafts": watch.num_forbidden,
-        "draft_acceptance_rate": round(stats.draft_acceptance_rate, 3),
-        "tokens_per_answer": round(stats.num_tokens / num_sequences, 2),
-        "rounds_per_answer": round(stats.num_rounds / num_sequences, 2),
-        "forced_per_answer": round(stats.num_grammar_tokens / num_sequences, 2),
-        "faults": stats.faults,
+        **figures(answers),
+        "faults": llm.stats.faults,
+    }
+
+
+def figures(answers: Sequence[Completion]) -> dict[str, float]:
+    """Return acceptance and means per answer. ``answers``: those with a grammar, without the others of their batches."""
+    stats = [answer.stats for answer in answers]
+    num_drafts = sum(each.num_drafts for each in stats)
+    return {
+        "draft_acceptance_rate": round(sum(each.num_accepted for each in stats) / max(1, num_drafts), 3),
+        "tokens_per_answer": round(fmean(len(answer.token_ids) for answer in answers), 2),
+        "rounds_per_answer": round(fmean(each.num_rounds for each in stats), 2),
+        "forced_per_answer": round(fmean(each.num_grammar_tokens for each in stats), 2),
     }
 
 

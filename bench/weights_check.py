@@ -1,7 +1,7 @@
 """Measure what 8- and 4-bit weights cost in perplexity and gain in speed and memory, relative to the checkpoint's weights.
 
     python bench/weights_check.py --target FOLDER --text held-out.txt --out results/weights.json
-    python bench/weights_check.py --target FOLDER --text held-out.txt --other q4_k_m.gguf  # and by another tool
+    python bench/weights_check.py --target FOLDER --text held-out.txt --other q4_k_m.gguf  # compared with a tool's file
     python bench/weights_check.py --text README.md --tokens 512 --repeat 1  # quick test with the embedded target
 
 Each precision is measured in a separate process, one after another:
@@ -73,13 +73,18 @@ def plain_speed(llm: LLM, max_tokens: int) -> float:
     return (max_tokens - 1) / (seconds[1] - seconds[0])
 
 
-def measure(weights: str | None, target: str | None, text: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one precision. Runs in a separate process."""
+def measure(weights: str | None, target: str | None, text: str | list[int], args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one precision, and return the token ids of the text, too. Runs in a separate process.
+
+    ``text``: token ids for other files, whose own tokenizers may differ.
+    """
     before = resident()
     options = {"max_batch": 1, "max_len": args.max_len, "prefix_cache": False, "compile": args.compile}
     llm = LLM(target, method="plain", weights=weights, **options)
     tensors = {each.data_ptr(): each.nbytes for each in [*llm.runner.model.parameters(), *llm.runner.model.buffers()]}
-    ids = llm.encode(text)[: args.tokens]
+    ids = llm.encode(text)[: args.tokens] if isinstance(text, str) else text
+    if max(ids) >= llm.runner.vocab_size:
+        return {"refused": f"{target} has {llm.runner.vocab_size} tokens, expected more than {max(ids)}: it is another model"}
     llm.warmup()
     speeds, narrow, wide = [], [], []
     for _ in range(args.repeat):
@@ -90,7 +95,7 @@ def measure(weights: str | None, target: str | None, text: str, args: argparse.N
     with torch.inference_mode():
         found = perplexity(llm.runner, ids, args.window)
     return {
-        "weights": weights,
+        "ids": ids,
         "perplexity": round(found, 4),
         "tokens": len(ids),
         "tok_s": round(median(speeds), 2),
@@ -118,12 +123,22 @@ def main() -> int:
     args = parsed(parser)
     if args.max_tokens < 2:
         parser.error("invalid --max-tokens 1: expected at least 2, because the first token is not timed")
+    for other in args.other:
+        if not Path(other).exists() or other in BARS:
+            parser.error(f"invalid --other {other}: expected a folder or a GGUF file, not named {' or '.join(BARS)}")
     text = args.text.read_text(encoding="utf-8")
-    cells = []
+    if not text:
+        parser.error(f"{args.text} is empty: expected a text")
+    cells: list[dict[str, Any]] = []
     for name in (None, *BARS, *args.other):
         weights, target = (name, args.target) if name is None or name in BARS else (None, name)
         with multiprocessing.get_context("spawn").Pool(1) as pool:  # separate memory
-            cells.append(pool.apply(measure, (weights, target, text, args)) | {"weights": name})
+            found = pool.apply(measure, (weights, target, text, args))
+        if "refused" in found:
+            print(found["refused"], file=sys.stderr)
+            continue
+        text = found.pop("ids")
+        cells.append({"weights": name, **found})
         print({name: value for name, value in cells[-1].items() if name != "provenance"}, file=sys.stderr)
     own = cells[0]["perplexity"]
     ratios = {cell["weights"]: round(cell["perplexity"] / own, 4) for cell in cells[1:]}

@@ -310,7 +310,7 @@ def fact(value: Any) -> str:
 EARLIER = (
     "# Measured with earlier weights\n\nMeasured before the embedded models were trained further; the sizes are the same."
     " Greedy output of the earlier weights loops more, and loops are easy to draft: expect smaller speedups. Plain speeds at 1B"
-    " are still valid. Nothing newer covers busy neighbours, parallel drafts, and the draft at 1B on matrix units."
+    " are still valid. Nothing newer covers busy neighbours, parallel drafts, and sampled text at 1B on matrix units."
 )
 TOPICS = {
     "Methods": "Tokens per second after the first token; before loops if the file records loops.",
@@ -354,7 +354,7 @@ def section(name: str, document: Document) -> str:
     if kind == "Other engines":
         where.append("after the first token" if document.get("best_by") == "decode_tok_s" else "prompt included")
     if kind in OF_ENGINES and document.get("busy"):
-        where.append(f"beside {busy_label(document['busy'])}")
+        where.append(f"with {busy_label(document['busy'])}")
     if kind in OF_ENGINES and ASLEEP[0] <= str(document.get("date") or "") < ASLEEP[1]:
         where.append("llama.cpp was slowed down by a setting that it inherited ([log](log/peers.md))")
     command = f"\n\n`{document['command']}`" if document.get("command") else ""
@@ -454,7 +454,8 @@ def stray_figures(text: str) -> list[str]:
     text = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", "", text, flags=re.DOTALL)
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     speeds = r"(?<![\w.`])\d+(?:\.\d+)?x\b|\d\s*(?:tok/s|tokens/s|tokens (?:a|per) second)"
-    figure = re.compile(rf"{speeds}|\d\.\d+ (?:times (?:as fast|the speed)|instead of \d)")
+    ratios = r"\d times (?:as fast|faster|plain|the (?:speed|tokens per))|\d\.\d+ instead of \d"
+    figure = re.compile(f"{speeds}|{ratios}")
     return [line for line in text.splitlines() if figure.search(line)]
 
 

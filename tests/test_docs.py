@@ -104,9 +104,12 @@ def test_the_example_proposer_knows_its_sentences_without_the_tokenizers_first_t
 
 def test_the_examples_import_public_names_only() -> None:
     """``outrider`` exports them all."""
-    for file in [ROOT / "README.md", *(ROOT / "examples").glob("*.py")]:
-        modules = re.findall(r"^\s*(?:from|import) (outrider\S*)", file.read_text(), re.M)
-        assert modules and set(modules) == {"outrider"}, file.name
+    texts = {file.name: file.read_text() for file in [ROOT / "README.md", *(ROOT / "examples").glob("*.py")]}
+    guide = (ROOT / "docs" / "add-a-proposer.md").read_text()
+    texts["add-a-proposer.md"] = guide.split("## A complete example")[1].split("## ")[0]
+    for name, text in texts.items():
+        modules = re.findall(r"^\s*(?:from|import) (outrider\S*)", text, re.M)
+        assert modules and set(modules) == {"outrider"}, name
 
 
 def test_every_example_is_tested() -> None:
@@ -191,7 +194,7 @@ def test_the_log_is_indexed_and_its_entries_are_short() -> None:
         for entry in topic.read_text().split("\n## ")[1:]:
             title, *lines = entry.splitlines()
             assert re.match(r"20\d\d-\d\d-\d\d: ", title), f"{topic.name}: {title}: expected YYYY-MM-DD: question"
-            # A text line counts as often as it would fill one of the source.
+            # A table row counts as one line; longer text counts as the lines of 128 characters that it would fill.
             size = sum(1 if line.startswith("|") else -(-len(line) // 128) for line in lines)
             assert size <= 15, f"{topic.name}: {title}: more than 15 lines"
 

@@ -26,7 +26,7 @@ def tables(document: dict[str, Any]) -> list[Table]:
         found.append(bandwidth_table(cells, document["bandwidth"]))
     if busy := document.get("busy"):
         for view in found:
-            view.title = f"{view.title}, beside {busy_label(busy)}"
+            view.title = f"{view.title}, with {busy_label(busy)}"
     return found
 
 

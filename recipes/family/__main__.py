@@ -142,13 +142,15 @@ def card(
     package: Package = PACKAGE,
     curves: Curves = HERE,
     hardware: Annotated[str | None, typer.Option("--hardware", help="hardware description in the model card")] = None,
+    abilities: Annotated[str, typer.Option("--abilities", help="paragraphs on what the models can and cannot do")] = "",
     note: Annotated[str, typer.Option("--note", help="paragraph about this run in the model card")] = "",
     reading: Annotated[str, typer.Option("--reading", help="paragraph on how the samples were read, and what was found")] = "",
 ) -> None:
     """Write the model card from the last measurements."""
     if not (curves / "report.json").is_file():
         raise typer.BadParameter(f"no measurements in {curves}: run `python -m recipes.family finish` first")
-    stages.write_card(PRESETS[preset], package, curves, Notes(hardware or stages.hardware(), note, reading))
+    notes = Notes(hardware or stages.hardware(), abilities, note, reading)
+    stages.write_card(PRESETS[preset], package, curves, notes)
 
 
 @app.command(name="all")

@@ -1,4 +1,4 @@
-"""Generate the model card from measurements. Numbers entered by hand are in the notes of the command line only."""
+"""Generate the model card from measurements. What people found is in the notes of the command line only."""
 
 from __future__ import annotations
 
@@ -22,21 +22,10 @@ Outrider can be tried, tested and measured offline in seconds. Made by `recipes/
 command.
 """
 
-ABILITIES = """## What they can and cannot do
-
-They can write short Python functions whose names and control flow often go with their docstrings, sentences as in tales, with
-direct speech, and, in the chat template, short answers to greetings and to questions like those in `recipes/family/chats.py`:
-capitals, opposites, colours, sounds of animals, Python's built-in functions.
-
-They cannot compute: most functions parse, but often do not do what the docstring says; sums, even of two small numbers, are
-mostly wrong, and shell commands invented. Tales lose their subject after a sentence or two. They know no other facts than those
-of `chats.py`, no language but English, hardly any but Python to program in, and at most {positions} tokens of context."""
-
 LOOPS = ("texts_that_end_in_a_loop", "tokens_in_loops")
 RUNS = ("target", "loops", "draft")  # with a curve each
 CURVES = "../../../recipes/family"  # from the card's folder
 PARTS = 10  # of a run, whose mean losses are shown
-STILL_FALLING = 0.01  # nats per token from the last part but one to the last
 PARSING = """A continuation ends at its first end token or after {tokens} tokens. The body is everything before the first
 non-empty line that starts at column 0; if there is none, the limit cut the text, and the unfinished last line is dropped,
 together with the header of a block that has no line yet. It counts if prompt plus body is accepted by `ast.parse` and the
@@ -85,17 +74,15 @@ def learning(curve: list[dict[str, Any]]) -> list[str]:
     edges = [part * len(curve) // PARTS for part in range(PARTS + 1)]
     parts = [curve[first:last] for first, last in pairwise(edges) if first < last]
     losses = [fmean(point["loss"] for point in part) for part in parts]
-    fall = losses[-2] - losses[-1] if len(losses) > 1 else 0.0
-    more = "it was still falling when the run ended" if fall > STILL_FALLING else "more tokens no longer help"
     return [
         "## Loss against tokens",
         table(
             ("million tokens", *(f"{part[-1]['tokens'] / 1e6:.0f}" for part in parts)),
             [("nats per token", *(f"{loss:.2f}" for loss in losses))],
         ),
-        f"Of the target's run: means over {len(parts)} parts, of training text and with layer dropout. From the last part but "
-        f"one to the last the loss changed by {-fall:+.3f}: {more}.",
-        "\n".join(f"![{name}: loss and held-out text by tokens]({CURVES}/{name}_curve.png)" for name in RUNS),
+        f"Of the target's run: means over {len(parts)} parts of it, of training text and with layer dropout. The learning rate "
+        "decays, and rows may become longer, so that the loss falls for other reasons than tokens, too.",
+        "\n".join(f"![{name}: training loss by tokens, and held-out text]({CURVES}/{name}_curve.png)" for name in RUNS),
     ]
 
 
@@ -123,7 +110,8 @@ def speculation(report: dict[str, Any]) -> list[str]:
         f"Mean acceptance length of greedy speculation on that text: {lengths}.",
         "Agreement of each early exit (the model's own norm and head after that number of layers) with the full target:",
         table(("layers", *range(1, len(exits) + 1)), [("agreement", *exits)]),
-        "Layers that were left out while the model grew and learned little after that show as pairs of equal numbers.",
+        "Layers that were left out while the model, or the one that it continues, grew and that learned little after that show as "
+        "pairs of equal numbers.",
     ]
 
 
@@ -171,6 +159,7 @@ class Notes:
     """What the measurements do not contain."""
 
     hardware: str
+    abilities: str = ""  # paragraphs on what the models can and cannot do
     training: str = ""  # paragraph about this run
     reading: str = ""  # paragraph about how the samples were read, and what was found
 
@@ -190,7 +179,7 @@ def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[s
     )
     parts = [
         HEAD.rstrip(),
-        ABILITIES.format(positions=preset.max_positions),
+        *([f"## What they can and cannot do\n\n{notes.abilities}"] if notes.abilities else []),
         *architecture(preset, report["parameters"]),
         *sources(report["tokens"]),
         "## Training",

@@ -10,6 +10,9 @@ from types import ModuleType
 
 import pytest
 
+from outrider import Completion
+from outrider.engine.stats import GenerationStats
+
 SCRIPTS = Path(__file__).parents[2] / "bench"
 
 
@@ -35,6 +38,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> object:
         ("faults", ["--only", "typo"], "no fault begins with 'typo'"),
         ("faults", ["--only", "disk", "--page", "page.md"], "give it without --only"),
         ("weights_check", ["--text", "file", "--max-tokens", "1"], "invalid --max-tokens 1: expected at least 2"),
+        ("weights_check", ["--text", "file", "--other", "none.gguf"], "invalid --other none.gguf: expected a folder or a GGUF"),
+        ("weights_check", ["--text", "file"], "file is empty: expected a text"),
     ],
 )
 def test_invalid_input_ends_a_check_before_it_runs(
@@ -59,6 +64,17 @@ def test_a_check_without_methods_does_not_hold(script) -> None:  # type: ignore[
     assert holds({"plain": good, "medusa": {"skipped": "no heads"}})
     assert not holds({"magic": {"skipped": "unknown method"}})
     assert not holds({"plain": good | {"invalid": 1}}) and not holds({"ngram": good | {"forbidden_drafts": 1}})
+
+
+def test_an_answer_counts_its_own_tokens_and_those_of_its_grammar(script) -> None:  # type: ignore[no-untyped-def]
+    def answer(tokens: int, forced: int, drafts: int, histogram: dict[int, int]) -> Completion:
+        stats = GenerationStats(histogram, num_grammar_tokens=forced, num_drafts=drafts)
+        return Completion(text="", token_ids=[0] * tokens, finish_reason="stop", stats=stats)
+
+    found = script("grammar_check").figures([answer(12, 5, 6, {3: 1, 0: 3}), answer(20, 8, 4, {2: 1})])
+    assert found == {
+        "draft_acceptance_rate": 0.5, "tokens_per_answer": 16, "rounds_per_answer": 2.5, "forced_per_answer": 6.5
+    }  # fmt: skip
 
 
 def test_a_fault_that_cannot_be_injected_keeps_the_others(script) -> None:  # type: ignore[no-untyped-def]

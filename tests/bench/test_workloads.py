@@ -12,7 +12,7 @@ from tiny_folder import make_tokenizer
 
 from outrider import OutriderError
 from outrider.bench import workloads
-from outrider.bench.workloads import PLACEHOLDER, Prompt
+from outrider.bench.workloads import Prompt
 
 HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "", "test": ""}
 GSM8K = {"question": "2 + 2?", "answer": "#### 4"}
@@ -113,7 +113,11 @@ def test_gzipped_files_are_read_up_to_the_limit(tmp_path: Path) -> None:
         ('{"turns": ["x"], "category": 3, "src_id": "1"}', '"workload" must be a string'),
         ('{"prompt": [], "category": "math", "prompt_id": 1}', '"prompt" must be a non-empty list of strings'),
         ('{"messages": [], "category": "qa", "src_id": "1"}', '"messages" must be a non-empty list'),
-        (f'{{"turns": ["{PLACEHOLDER} USING SPECDEC_BENCH"], "category": "qa", "src_id": "1"}}', "lacks this prompt"),
+        (
+            '{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"], "category": "qa",'
+            ' "src_id": "1"}',
+            "lacks this prompt",
+        ),
         ('{"messages": [{"role": "user"}]}', "invalid content None of a message"),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": [{"a": "\\ud800"}]}', '"tools": invalid Unicode'),
         ('{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tokenize": true}}', "without .*tokenize"),

@@ -69,6 +69,12 @@ def test_a_command_says_that_it_imports_torch(tmp_path: Path, command: str) -> N
     assert first == "starting ..."
 
 
+@pytest.mark.parametrize("given", [["bench", "--temperature", "hot"], ["bench", "--busy", "-1"], ["audit", "--batch", "0"]])
+def test_a_wrong_number_is_reported_before_torch_is_imported(given: list[str]) -> None:
+    done = run(*given)
+    assert done.returncode == 2 and "starting" not in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("cache", ["/proc/nowhere", "a file"])
 def test_commands_work_without_a_cache_folder(target: Path, tmp_path: Path, cache: str) -> None:
     (tmp_path / "a file").write_text("")

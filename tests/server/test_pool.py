@@ -298,7 +298,9 @@ def test_a_schema_is_refused_later_unless_its_process_was_killed_from_outside(
 
     @in_loop
     async def ask() -> None:
-        faulty(*[None, WorkerLost(code)] * (1 if is_remembered else 4))  # killed jobs are repeated once
+        faulty(
+            *[None, WorkerLost(code)] * (1 if is_remembered else 4)
+        )  # a killed job is repeated once in a pool of one process
         async with started(Grammars(tokenizer_data(plain), ServerConfig(workers=1), in_helper_thread)) as grammars:
             for _ in range(2):
                 with pytest.raises(OutriderError) as error:
@@ -413,6 +415,15 @@ async def test_a_retried_job_that_has_failed_meanwhile_does_not_run(plain: LLM, 
         await recovered(pool)
         assert await pool.do({"of": "b"}, 1, ANYONE) == {}
         assert Slow.order == ["b"]
+
+
+@in_loop
+async def test_a_retried_job_keeps_its_turn(plain: LLM, faulty: Callable[..., None]) -> None:
+    faulty(None, WorkerLost(-signal.SIGKILL), None)
+    async with started(schema_pool(plain)) as pool:
+        jobs = [pool.do({"of": name}, cost, Client(name)) for name, cost in (("ada", 100), ("bob", 150), ("bob", 150))]
+        await asyncio.gather(*jobs)
+    assert Slow.order == ["ada", "bob", "bob"]
 
 
 @in_loop

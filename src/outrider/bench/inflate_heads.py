@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 from outrider.bench.inflate import built_once, cache_folder, new_folder
 from outrider.bench.shapes import Shape, source_shape
-from outrider.bench.widening import Inflater, Noise, Reader
+from outrider.bench.widening import Inflater, InputWidener, Noise
 from outrider.heads import eagle_formats, medusa
 from outrider.heads.checkpoint import (
     BLOCK,
@@ -78,14 +78,14 @@ def wide_medusa(heads: medusa.MedusaHeads, target: InflatedTarget) -> medusa.Med
     """Return Medusa heads for the inflated target. Raises ``OutriderError`` if they are not as wide as the small one."""
     check_width(heads.shape.hidden_size, target)
     shape, hidden = heads.shape, target.large.hidden
-    read = Reader(target.small.hidden, hidden, Noise(target.dtype, SEED))
+    widen_inputs = InputWidener(target.small.hidden, hidden, Noise(target.dtype, SEED))
     features, tokens = torch.arange(shape.hidden_size), torch.arange(shape.vocab_size)
     tensors = {}
     for name, weight in heads.state_dict().items():
         if name.startswith("lm_heads."):
-            tensors[name] = read(weight, shape.vocab_size, tokens)
+            tensors[name] = widen_inputs(weight, shape.vocab_size, tokens)
         elif name.endswith(".weight"):
-            tensors[name] = read(weight, hidden, features, is_silent=True)
+            tensors[name] = widen_inputs(weight, hidden, features, is_silent=True)
         elif name.endswith(".bias"):
             tensors[name] = nn.functional.pad(weight, (0, hidden - shape.hidden_size)).to(target.dtype)
         else:
@@ -109,7 +109,7 @@ class _Widener:
         check_width(own.hidden, target)
         shape = replace(large, ffn=max(large.ffn, own.ffn), layers=max(large.layers, own.layers))
         self.target, self.wide = target, Inflater(config, shape, Noise(target.dtype, SEED), target.dtype)
-        self.read = self.wide.read
+        self.widen_inputs = self.wide.widen_inputs
         self.features = torch.arange(small.hidden)
         self.num_kernels = 2 * (config.get("dflash_config") or {}).get("conv_kernel_size", 0)
         self.sizes = self.wide.sizes | {"dtype": dtype_name(target.dtype)}
@@ -118,13 +118,13 @@ class _Widener:
         """Return one inflated tensor."""
         hidden, module = self.wide.large.hidden, name.removesuffix(".weight").rpartition(".")[2]
         if module == "fc":
-            return self.read(weight, hidden, self.features, is_silent=True)
+            return self.widen_inputs(weight, hidden, self.features, is_silent=True)
         if module == "embed_tokens":
             return self.wide.embedding(weight)
         if module in ("norm", "hidden_norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
             return self.wide.norm(weight)
         if module in ("lm_head", "hidden_projection"):
-            return self.read(weight, len(weight), torch.arange(len(weight)))
+            return self.widen_inputs(weight, len(weight), torch.arange(len(weight)))
         if module == "base_kernel":
             return self._channels(weight, hidden)
         if module == "kernel_projection":
@@ -142,7 +142,7 @@ class _Widener:
         ratio = self.wide.large.hidden // self.wide.small.hidden
         by_group = weight.view(self.num_kernels, -1, weight.shape[1]).transpose(1, 2)  # [2 * taps, h, groups]
         wide = self._channels(by_group, ratio * by_group.shape[2]).transpose(1, 2).flatten(0, 1)
-        return self.read(wide, len(wide), torch.arange(len(wide)))
+        return self.widen_inputs(wide, len(wide), torch.arange(len(wide)))
 
 
 class _EagleWidener(_Widener):
@@ -165,7 +165,7 @@ class _EagleWidener(_Widener):
         module = name.rsplit(".", 2)[-2]
         if shape.generation == 3 and name.startswith("layers.0.") and module in ("q_proj", "k_proj", "v_proj"):
             total, places, source = wide.attention_rows(module)  # reads the concatenated embedding and feature
-            return self.read(weight[source], total, places, is_silent=module == "v_proj")
+            return self.widen_inputs(weight[source], total, places, is_silent=module == "v_proj")
         return super().tensor(name, weight)
 
 

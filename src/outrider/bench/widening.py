@@ -37,7 +37,7 @@ class Noise:
         return flat.view(shape)
 
 
-class Reader:
+class InputWidener:
     """Widens matrices that read hidden states of the large model."""
 
     def __init__(self, small: int, large: int, noise: Noise) -> None:
@@ -71,7 +71,7 @@ class Inflater:
             )
         self.norm_scale = math.sqrt(small.hidden / large.hidden)  # a power of two: exact in bfloat16
         self.small, self.large, self.dim, self.noise, self.dtype = small, large, dim, noise, dtype
-        self.read = Reader(small.hidden, large.hidden, noise)
+        self.widen_inputs = InputWidener(small.hidden, large.hidden, noise)
         self.sizes = {  # of the large model's config
             "hidden_size": large.hidden,
             "intermediate_size": large.ffn,
@@ -114,18 +114,18 @@ class Inflater:
         wide[: self.small.hidden] = 0
         return wide
 
-    def reader(self, weight: Tensor, num_rows: int, rows: Tensor, is_silent: bool = False) -> Tensor:
+    def input_projection(self, weight: Tensor, num_rows: int, rows: Tensor, is_silent: bool = False) -> Tensor:
         """Widen a projection (or its bias) whose input is the hidden state; ``rows``: indices of the real rows.
 
         Other rows are random, or zero on the real features if ``is_silent``; columns after the real features are random.
         """
         if weight.ndim > 1:
-            return self.read(weight, num_rows, rows, is_silent)
+            return self.widen_inputs(weight, num_rows, rows, is_silent)
         wide = torch.zeros(num_rows, dtype=self.dtype)
         wide[rows] = weight
         return wide
 
-    def writer(self, weight: Tensor, num_columns: int, columns: Tensor, nonzero: Tensor) -> Tensor:
+    def output_projection(self, weight: Tensor, num_columns: int, columns: Tensor, nonzero: Tensor) -> Tensor:
         """Widen a projection (or its bias) that adds to the hidden state; ``columns``: indices of the real columns.
 
         Other columns with a ``nonzero`` input are zero. The input of the remaining ones is zero, so they can be random.
@@ -160,11 +160,11 @@ class Inflater:
             raise OutriderError(f"unknown tensor {name}: not in a Llama-shaped model")
         if module in ("o_proj", "down_proj"):
             if real:
-                return self.writer(weight, total, places, self.active_query_rows if module == "o_proj" else places)
+                return self.output_projection(weight, total, places, self.active_query_rows if module == "o_proj" else places)
             return self.noise(large.hidden, total) if weight.ndim == 2 else torch.zeros(large.hidden, dtype=self.dtype)
         if real:
-            return self.reader(weight, total, places, is_silent=module in ("v_proj", "up_proj"))
-        return self.reader(weight[:0], total, places[:0])
+            return self.input_projection(weight, total, places, is_silent=module in ("v_proj", "up_proj"))
+        return self.input_projection(weight[:0], total, places[:0])
 
     def tensors(self, source: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the large model: embeddings, layers, final norm, head."""
@@ -178,7 +178,7 @@ class Inflater:
         yield "model.norm.weight", self.norm(source["model.norm.weight"])
         if "lm_head.weight" in source:
             rows = torch.arange(source["lm_head.weight"].shape[0])
-            yield "lm_head.weight", self.reader(source["lm_head.weight"], len(rows), rows)
+            yield "lm_head.weight", self.input_projection(source["lm_head.weight"], len(rows), rows)
 
 
 def rows_of_heads(heads: list[int], dim: int) -> Tensor:

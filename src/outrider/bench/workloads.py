@@ -37,7 +37,8 @@ WORKLOADS = {
 ONE_PER_LINE = "expected one JSON object per line"
 CHAT = "chat"
 SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # besides MT-bench's questions
-PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # SPEED-Bench, where a licence forbids copies
+# In SPEED-Bench's published rows, where a licence forbids copies (NVIDIA's Model-Optimizer, examples/specdec_bench).
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 Message = Mapping[str, Any]  # {"role", "content"}, and "tool_calls" of an assistant
 # Fields of a message that its prompt keeps.
 MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
@@ -211,7 +212,7 @@ def _first_of(field: str) -> Read:
 
 
 def _speed_bench(item: Mapping[str, Any], workload: str) -> Prompt:
-    """Read a line of SPEED-Bench: with turns, as published, or with a message for each, as its own tool writes them."""
+    """Read a line of SPEED-Bench: with turns, as published, or one message per turn, as its own tool writes them."""
     if "turns" in item:
         found = _first_of("turns")(item, workload)
     else:

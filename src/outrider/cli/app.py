@@ -155,9 +155,10 @@ def explain(error: BaseException) -> tuple[str, int]:
     if usage is not None:
         context = getattr(error, "ctx", None)
         hint = f"; see {context.command_path} --help" if context is not None else ""
-        letter = getattr(error, "option_name", "")[1:]  # of --k: -k, where similar names would be other options
-        if context is not None and any(letter in each.opts for each in context.command.params):
-            return f"No such option: -{letter} (use {letter}){hint}", EXIT_USAGE
+        name = getattr(error, "option_name", "")
+        short = name[1:]  # -k for --k, for which click would suggest --top-k
+        if context is not None and any(short in each.opts for each in context.command.params):
+            return f"No such option: {name} (use {short}){hint}", EXIT_USAGE
         return (one_line(str(usage()).rstrip(".")) or "no command was given") + hint, EXIT_USAGE
     is_ours = isinstance(error, OutriderError)
     if is_ours and TARGET_FAILED not in str(error):

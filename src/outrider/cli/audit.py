@@ -53,7 +53,7 @@ outrider audit --same-text --method all -k 1,3,5,8 --batch 1,4 --prompts HumanEv
 """
 MAX_BATCH = 256  # sequences per batch by default
 TEMPERATURE, COUPLED_TEMPERATURE = 1.0, 0.8  # defaults; the second with --same-text
-UNUSED_SETTINGS = ("max_tokens", "logit_bias")  # reported apart; no option
+UNUSED_SETTINGS = ("max_tokens", "logit_bias")  # the first is reported separately, the second has no option
 MEMORY = 1 << 30  # bytes of KV cache for the sequences of a batch
 PROMPTS = (  # short, and each repeats a phrase, so that text-based methods draft too
     "one two three, one two three, one two",
@@ -101,7 +101,7 @@ class SampleOptions(SamplingOptions):
     temperature: float | None = given(
         SamplingParams, more=f"(default: {TEMPERATURE:g}; with --same-text: {COUPLED_TEMPERATURE})."
     )
-    # An audit has no stop conditions: these are no options of it.
+    # Hidden: an audit has no stop conditions.
     stop: list[str] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None

@@ -105,19 +105,19 @@ def command(
         return
     from outrider.cli.session import check_lengths, inflatable, inflate_with_heads, load_plain, resolve, start
 
+    check_outputs({"--out": outputs.out, "--html": outputs.html}, [grid.prompts], report=outputs.html)
+    temperatures = parse_list("--temperature", grid.temperature, float)
+    batches = parse_list("--batch", grid.batch, int)
+    busy = parse_list("--busy", grid.busy, int)
+    check_axes(temperatures, batches, busy, (grid.seed, grid.seed + grid.repeat - 1))
     start()
     from outrider.bench.contenders import Contenders
     from outrider.bench.grid import GridPlan, run_grid
     from outrider.bench.workloads import encode_all
 
-    check_outputs({"--out": outputs.out, "--html": outputs.html}, [grid.prompts], report=outputs.html)
     if grid.inflate is not None:
         inflatable(models)
     arguments = resolve(models, MethodOptions())
-    temperatures = parse_list("--temperature", grid.temperature, float)
-    batches = parse_list("--batch", grid.batch, int)
-    busy = parse_list("--busy", grid.busy, int)
-    check_axes(temperatures, batches, busy, (grid.seed, grid.seed + grid.repeat - 1))
     prompts = read_workloads(grid, batches)
     chosen = parse_contenders(grid, models)
     methods = [contender.method for contender in chosen]

@@ -93,7 +93,7 @@ class OutputOptions:
 
     @property
     def journal(self) -> Path:
-        own = Path(PLAN) if is_device(self.plan) else self.plan  # /dev/null has no neighbours
+        own = Path(PLAN) if is_device(self.plan) else self.plan  # a device has no folder for the journal
         return self.json or own.with_suffix(".json")
 
     def check(self, traffic: Path | None) -> None:

@@ -162,7 +162,7 @@ class WorkerPool:
         if self.start_error is not None:
             raise Stopping(self.start_error)
         task = _Task(job, client, cost, monotonic(), asyncio.get_running_loop().create_future())
-        self._push(task)
+        self._push(task, task.cost)
         try:
             answer = await task.result
         finally:
@@ -171,8 +171,8 @@ class WorkerPool:
             raise OutriderError(answer["refused"])
         return answer
 
-    def _push(self, task: _Task) -> None:
-        self._waiting.push(task, task.client.queue_key, task.client.priority, task.cost)
+    def _push(self, task: _Task, cost: float) -> None:
+        self._waiting.push(task, task.client.queue_key, task.client.priority, cost)
         self._job_added.set()
 
     async def _run(self) -> None:
@@ -240,15 +240,16 @@ class WorkerPool:
                 return worker
 
     def _retry_or_end(self, task: _Task, error: WorkerLost | TimeoutError) -> None:
-        """Queue a job again whose process was killed from outside, once for each process; otherwise end it with an error.
+        """Queue a job again whose process was killed from outside, at most ``size`` times; otherwise end it with an error.
 
-        All of them may have been killed while they were idle.
+        All processes may have been killed while they were idle.
         """
         if isinstance(error, WorkerLost) and error.code == -signal.SIGKILL and task.num_killed < self._size:
+            if task.result.done():  # its caller has left
+                return
             logger.warning("a process to %s was killed: retrying its job", self._what)
             task.num_killed += 1
-            if not task.result.done():  # its caller waits
-                self._push(task)
+            self._push(task, cost=0.0)  # the client has paid for it, and keeps its turn
         else:
             task.end(self._failure(error))
 
