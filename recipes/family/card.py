@@ -110,8 +110,8 @@ def speculation(report: dict[str, Any]) -> list[str]:
         f"Mean acceptance length of greedy speculation on that text: {lengths}.",
         "Agreement of each early exit (the model's own norm and head after that number of layers) with the full target:",
         table(("layers", *range(1, len(exits) + 1)), [("agreement", *exits)]),
-        "Layers that were left out while the model, or the one that it continues, grew and that learned little after that show as "
-        "pairs of equal numbers.",
+        "Layers that were left out while the model, or the one that it continues, grew and that learned little after that show "
+        "as pairs of equal numbers.",
     ]
 
 

@@ -68,7 +68,7 @@ def growth_of(
         return 4 if method_of(quantization) == "mxfp4" else 1  # transformers' own quantiser makes 16 bits of 4
     stated = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
     stored = _stored_dtype(source) or stated
-    loaded = torch_dtype(options.dtype) or stated
+    loaded = torch_dtype(options.dtype) or stated or stored
     if not isinstance(stored, torch.dtype) or not isinstance(loaded, torch.dtype):
         return 1
     if options.bits is None or model_class is None or loaded != stored or _is_copied(source, config):
