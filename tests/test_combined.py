@@ -172,10 +172,14 @@ def test_stored_features_are_copied_before_there_are_many():
 
 
 def test_a_round_without_features_does_not_change_their_type():
-    proposer = combined(Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {}, needs_hidden=(1,)))
+    first, second, types = Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {}, needs_hidden=(1,)), []
+    proposer, propose = combined(first, second), second.propose
+    second.propose = lambda context, k: types.append(context.hidden[1][0].dtype) or propose(context, k)
     for states in (torch.empty(0), torch.ones(1, 1, dtype=torch.bfloat16)):
         proposer.propose(context_of("a", hidden={1: [states]}), 3)
-    assert [states.dtype for states in proposer._unread["a"][1]] == [torch.bfloat16]
+    first.chains = {}
+    proposer.propose(context_of("a", hidden={1: [torch.ones(1, 1, dtype=torch.bfloat16)]}), 3)
+    assert types == [torch.bfloat16]
 
 
 def test_the_second_method_is_prepared():

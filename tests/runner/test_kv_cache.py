@@ -210,7 +210,7 @@ def test_padded_passes_prefill_before_the_score(monkeypatch):
     assert rounds.runner.cache.cached_len("r0") == 39
 
 
-def test_keep_gathers_a_path_in_order():
+def test_a_path_is_gathered_in_order():
     cache = KVCache(SHAPE, 3, 100, torch.float32, torch.device("cpu"))
     row = cache.row("a")
     cache.reserve(20)
@@ -339,3 +339,18 @@ def test_a_cache_that_grew_in_a_pass_can_be_written_to_outside_of_one():
     cache.cached_lens[cache.row("a")] = 3
     cache.gather_path(cache.row("a"), 1, [1])
     cache.copy_prefix("a", "b", 3)
+
+
+def test_admission_of_a_long_request_does_not_grow_the_rows_before_it_needs_them():
+    shape = CacheShape.uniform(1, 1, 8, 8)
+    cache = KVCache(shape, 4, 2000, torch.float32, torch.device("cpu"), 3000 * shape.floats_per_token * 4)
+    for name in "abcd":
+        assert cache.admit(name, 100)
+        cache.row(name)
+    cache.reserve(200)
+    cache.release(list("bcd"))
+    rows, slots = cache.num_rows, cache.capacity
+    assert cache.admit("long", 1200) and cache.num_rows < rows  # compacted
+    assert cache.capacity == slots
+    cache.reserve(1200)
+    assert cache.capacity >= 1200

@@ -227,7 +227,7 @@ def test_on_a_full_disk_loading_continues_with_one_warning(folder, cache, monkey
     assert not list(cache.iterdir())
 
 
-def test_a_model_that_exceeds_the_memory_runs_once_it_is_packed(folder, read, monkeypatch):
+def test_a_packed_file_is_mapped_where_memory_is_short(folder, read, monkeypatch):
     ModelRunner.load(folder, INT4)
     monkeypatch.setattr("outrider.memory.total_memory", lambda: 1000)
     monkeypatch.setattr(packed_files, "free_memory", lambda: 1000)

@@ -24,7 +24,7 @@ class BlockPass(HeadProgram):
     """The pass over the blocks of B requests, T tokens, and the C features that are new in their contexts.
 
     Blocks and features are inputs of their own: what precedes attention is computed for all features, then for all tokens.
-    Attention takes each request's features, then its tokens, as they stand in the cache.
+    Attention takes each request's features, then its tokens, as in the cache.
     """
 
     head: BlockHead
@@ -49,7 +49,7 @@ class BlockPass(HeadProgram):
         rotation: Tensor,  # [2, 1, T, D]: cosines and sines at the tokens' positions
         context_rotation: Tensor,  # [2, 1, C, D]
         block_index: Tensor,  # [1, T]: index of each token in its block
-        order: Tensor,  # [N]: features, then tokens, in the order in which they stand in the cache, request by request
+        order: Tensor,  # [N]: features, then tokens, in the order of the cache, request by request
         places: Tensor,  # [T]: the tokens' places in that order
         earlier_only: Tensor,  # [B, W, W]: the visibility for layers in which a token attends only to earlier ones
         *where: Tensor,  # of the layout, of N tokens
@@ -103,15 +103,15 @@ class BlockRunner(HeadRunner[BlockHead]):
         """
         shape, new = self.head.shape, _NewContext(self, request_ids, features)
         sizes = [count if shape.predicts_next else count + 1 for count in num_drafts]  # of the blocks
-        together = [[0] * (count + size) for count, size in zip(new.lens, sizes, strict=True)]  # only their number is used
-        both = self._layouts.chain(together, new.cache_rows, new.starts)
-        layout = both.layout
-        # Each request's features stand before its block in the cache; the pass takes all features, then all blocks.
-        of_features, of_tokens = ranges(both.starts, new.lens), ranges(map(add, both.starts, new.lens), sizes)
+        entries = [[0] * (count + size) for count, size in zip(new.lens, sizes, strict=True)]  # only their number is used
+        chain = self._layouts.chain(entries, new.cache_rows, new.starts)
+        layout = chain.layout
+        # In the cache each request's features precede its block; the pass takes all features, then all blocks.
+        of_features, of_tokens = ranges(chain.starts, new.lens), ranges(map(add, chain.starts, new.lens), sizes)
         spare = -new.total % STEP if self._layouts.is_padded else 0  # features that no token reads
         index_at = [0] * layout.positions.shape[1]
-        for first, standing in (0, of_features), (new.total + spare, of_tokens):
-            for index, place in enumerate(standing, first):
+        for first, in_cache in (0, of_features), (new.total + spare, of_tokens):
+            for index, place in enumerate(in_cache, first):
                 index_at[place] = index
         of_features += [0] * spare
         ids: list[int] = []

@@ -24,6 +24,7 @@ from outrider.heads.checkpoint import (
     find_folder,
     kinds_of,
     read_config,
+    read_folder,
     tensor_names,
     write_folder,
 )
@@ -110,13 +111,14 @@ def head_bytes(folder: Path, target: TargetSizes) -> int | None:
     layout, prefix = _found_layout(folder, target.num_layers, str(folder))
     with torch.device("meta"):
         files = HeadFiles.of("the head", folder, prefix)
+        _, stored = read_folder(folder, prefix)  # FP8 as it is
     name, wanted = f"{prefix}{layout.parts['fc']}.weight", (target.hidden_size, 2 * target.hidden_size)
     if name not in files.tensors:
         raise OutriderError(f"{folder} lacks tensors of the head, the first {name}")
     files.refuse_quantised()
     if files.tensors[name].shape != wanted:
         raise OutriderError(f"{name} has shape {list(files.tensors[name].shape)}, expected {list(wanted)} for this target")
-    return sum(tensor.nbytes for tensor in files.tensors.values())
+    return sum(tensor.nbytes for tensor in stored.values())
 
 
 def _found_layout(folder: Path, num_layers: int, source: str) -> tuple[Layout, str]:

@@ -75,7 +75,7 @@ Cut<T> reach(const T* values, int64_t count, double target, std::vector<T>& buck
 }
 
 constexpr int64_t kShared = 1 << 15;  // tokens of a piece of work, so that it takes longer than waking a thread
-constexpr int64_t kSums = 16;  // independent sums and maxima, so that the compiler may use vectors of them
+constexpr int64_t kAccumulators = 16;  // independent ones, so that the compiler may use vectors of them
 
 inline double exp_of(double x) { return std::exp(x); }
 
@@ -101,24 +101,24 @@ inline float exp_of(float x) {
 
 template <typename T>
 T peak_of(const T* row, int64_t size) {
-  T lanes[kSums];
-  std::fill(lanes, lanes + kSums, -std::numeric_limits<T>::infinity());
+  T partial[kAccumulators];
+  std::fill(partial, partial + kAccumulators, -std::numeric_limits<T>::infinity());
   int64_t i = 0;
-  for (; i + kSums <= size; i += kSums)
-    for (int64_t j = 0; j < kSums; ++j) lanes[j] = row[i + j] > lanes[j] ? row[i + j] : lanes[j];
-  for (; i < size; ++i) lanes[0] = row[i] > lanes[0] ? row[i] : lanes[0];
-  return *std::max_element(lanes, lanes + kSums);
+  for (; i + kAccumulators <= size; i += kAccumulators)
+    for (int64_t j = 0; j < kAccumulators; ++j) partial[j] = row[i + j] > partial[j] ? row[i + j] : partial[j];
+  for (; i < size; ++i) partial[0] = row[i] > partial[0] ? row[i] : partial[0];
+  return *std::max_element(partial, partial + kAccumulators);
 }
 
 // The sum of each(i) for i < size.
 template <typename T, typename Each>
-T sum_lanes(int64_t size, const Each& each) {
-  T lanes[kSums] = {};
+T sum_of(int64_t size, const Each& each) {
+  T partial[kAccumulators] = {};
   int64_t i = 0;
-  for (; i + kSums <= size; i += kSums)
-    for (int64_t j = 0; j < kSums; ++j) lanes[j] += each(i + j);
-  for (; i < size; ++i) lanes[0] += each(i);
-  return std::accumulate(lanes, lanes + kSums, T(0));
+  for (; i + kAccumulators <= size; i += kAccumulators)
+    for (int64_t j = 0; j < kAccumulators; ++j) partial[j] += each(i + j);
+  for (; i < size; ++i) partial[0] += each(i);
+  return std::accumulate(partial, partial + kAccumulators, T(0));
 }
 
 // The first token of the highest value; -1 for a row with NaN, +inf or only -inf.
@@ -127,7 +127,7 @@ int64_t first_peak(const T* row, int64_t size) {
   constexpr int64_t kBlock = 512;
   T highest = -std::numeric_limits<T>::infinity();
   int64_t block = 0;
-  int32_t invalid[kSums] = {};
+  int32_t invalid[kAccumulators] = {};
   for (int64_t begin = 0; begin < size; begin += kBlock) {
     const int64_t count = std::min(kBlock, size - begin);
     const T peak = peak_of(row + begin, count);
@@ -136,11 +136,11 @@ int64_t first_peak(const T* row, int64_t size) {
       block = begin;
     }
     int64_t i = begin;
-    for (; i + kSums <= begin + count; i += kSums)
-      for (int64_t j = 0; j < kSums; ++j) invalid[j] |= row[i + j] != row[i + j];
+    for (; i + kAccumulators <= begin + count; i += kAccumulators)
+      for (int64_t j = 0; j < kAccumulators; ++j) invalid[j] |= row[i + j] != row[i + j];
     for (; i < begin + count; ++i) invalid[0] |= row[i] != row[i];
   }
-  if (std::accumulate(invalid, invalid + kSums, 0) || !std::isfinite(highest)) return -1;
+  if (std::accumulate(invalid, invalid + kAccumulators, 0) || !std::isfinite(highest)) return -1;
   return std::find(row + block, row + size, highest) - row;
 }
 
@@ -149,7 +149,7 @@ template <typename T>
 bool softmax_row(const T* row, T* out, int64_t size, T temperature) {
   const T scale = 1 / temperature, peak = peak_of(row, size) * scale;
   if (!std::isfinite(peak)) return false;
-  const T total = sum_lanes<T>(size, [=](int64_t i) { return out[i] = exp_of(row[i] * scale - peak); });
+  const T total = sum_of<T>(size, [=](int64_t i) { return out[i] = exp_of(row[i] * scale - peak); });
   if (!std::isfinite(total)) return false;
   for (int64_t i = 0; i < size; ++i) out[i] /= total;
   return true;
@@ -245,8 +245,8 @@ void next_token_rows(const T* target, const T* draft, const int64_t* tokens, con
       if (accepted >= lens[b]) continue;
       const T* taken = draft ? draft + node * size : nullptr;
       if (!draft) left[tokens[node]] = 0;
-      const T total = draft ? sum_lanes<T>(size, [=](int64_t i) { return left[i] = std::max(T(0), row[i] - taken[i]); })
-                            : sum_lanes<T>(size, [=](int64_t i) { return left[i]; });
+      const T total = draft ? sum_of<T>(size, [=](int64_t i) { return left[i] = std::max(T(0), row[i] - taken[i]); })
+                            : sum_of<T>(size, [=](int64_t i) { return left[i]; });
       if (!(total > 0)) std::copy(row, row + size, left);
       const T scale = total > 0 ? total : T(1);
       for (int64_t i = 0; i < size; ++i) left[i] /= scale;
@@ -264,12 +264,12 @@ void inverse_cdf_rows(const T* rows, int64_t num_rows, int64_t size, int64_t str
       double total = 0;
       for (size_t b = 0; b < sums.size(); ++b) {
         const int64_t begin = b * kBlock, end = std::min(size, begin + kBlock);
-        double lanes[8] = {};
+        double partial[8] = {};
         int64_t i = begin;
         for (; i + 8 <= end; i += 8)
-          for (int64_t j = 0; j < 8; ++j) lanes[j] += row[i + j];
-        for (; i < end; ++i) lanes[0] += row[i];
-        sums[b] = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+          for (int64_t j = 0; j < 8; ++j) partial[j] += row[i + j];
+        for (; i < end; ++i) partial[0] += row[i];
+        sums[b] = ((partial[0] + partial[1]) + (partial[2] + partial[3])) + ((partial[4] + partial[5]) + (partial[6] + partial[7]));
         total += sums[b];
       }
       const double height = heights[r] * total;
@@ -399,7 +399,7 @@ void fill_invalid(int64_t top_k, std::vector<Best<T>>& found) {
 template <typename T>
 T best_prob(const T* row, int64_t size, int64_t best) {
   const T peak = row[best];
-  return 1 / sum_lanes<T>(size, [=](int64_t i) { return exp_of(row[i] - peak); });
+  return 1 / sum_of<T>(size, [=](int64_t i) { return exp_of(row[i] - peak); });
 }
 
 // The `top_k` highest probabilities of softmax(row), a valid row with the highest value at `first`: `found`, in order.

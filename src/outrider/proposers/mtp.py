@@ -43,7 +43,7 @@ class MtpMethod(HeadMethod):
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
         assert isinstance(target, ModelRunner)  # its layers are those of the target's class
         is_gguf = gguf.find(folder) is not None
-        # a target's GGUF file states no acceptance
+        # GGUF files state no acceptance rates, and read_config would refuse a target's
         rates = None if is_gguf else stored_rates(read_config(folder), "acceptance_by_rank", 1, folder)
         return Loaded(mtp_formats.load_any(folder, target), "MTP head", {"acceptance": rates})
 

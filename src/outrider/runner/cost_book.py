@@ -303,7 +303,10 @@ class _PassTable:
             self.run_plain.add(batch)
 
     def costs(self, batch: int, bucket: int) -> Callable[[float], float | None]:
-        """Return the cost of a pass by its width, at this cache length or the nearest one; None if none ran."""
+        """Return a function from a pass's width to seconds (None if none ran), at this cache length or the nearest one.
+
+        It is valid until the next ``add``.
+        """
         key = batch, bucket
         table = self._tables.get(key) or _nearest(self._tables, key)
         return lambda width: self._interpolated(table, width, batch)

@@ -330,9 +330,9 @@ class KVCache(PassThrough):
         return True
 
     def _compact(self, slots: int) -> None:
-        """Shrink to the rows of running requests with the given slots; drop everything kept."""
+        """Shrink to the rows of running requests, of at most ``slots`` slots; drop everything kept. ``reserve`` grows them."""
         sources = list(self._row_of.values())
-        self._reallocate(sources, slots, num_drafted=0)
+        self._reallocate(sources, min(slots, self.capacity), num_drafted=0)
         self._rows = {row: self._rows[source] for row, source in enumerate(sources)}
         self._row_of = {name: row for row, name in enumerate(self._row_of)}
         if self.on_compact is not None:

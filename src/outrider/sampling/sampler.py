@@ -81,7 +81,7 @@ class Sampler:
         return self._parts[key]
 
     def _part(self, requests: Sequence[Request], rows: Sequence[int]) -> Sampler:
-        """Create the sampler of some rows. One that continues another lasts for a round only: its parts continue that one's."""
+        """Create the sampler of some rows. A continued sampler lasts one round; its parts continue the parts of its source."""
         if self._source is None:
             return self.for_batch(requests)
         part = self._source.take(rows)

@@ -192,7 +192,7 @@ def held_out(num_rows: int) -> int:
 
 
 def golden_fraction(i: int) -> float:
-    """Return the i-th of fractions that are spread evenly over 0 to 1, for any number of them."""
+    """Return the i-th point of a low-discrepancy sequence in [0, 1): any number of its first points are spread evenly."""
     return (i * GOLDEN + 0.5) % 1.0
 
 
