@@ -69,7 +69,7 @@ def test_a_check_without_methods_does_not_hold(script) -> None:  # type: ignore[
 def test_an_answer_counts_its_own_tokens_and_those_of_its_grammar(script) -> None:  # type: ignore[no-untyped-def]
     def answer(tokens: int, forced: int, drafts: int, histogram: dict[int, int]) -> Completion:
         stats = GenerationStats(histogram, num_grammar_tokens=forced, num_drafts=drafts)
-        return Completion(text="", token_ids=[0] * tokens, finish_reason="stop", stats=stats)
+        return Completion("a", text="", token_ids=[0] * tokens, finish_reason="stop", stats=stats)
 
     found = script("grammar_check").figures([answer(12, 5, 6, {3: 1, 0: 3}), answer(20, 8, 4, {2: 1})])
     assert found == {

@@ -298,9 +298,7 @@ def test_a_schema_is_refused_later_unless_its_process_was_killed_from_outside(
 
     @in_loop
     async def ask() -> None:
-        faulty(
-            *[None, WorkerLost(code)] * (1 if is_remembered else 4)
-        )  # a pool of one process repeats a killed job once
+        faulty(*[None, WorkerLost(code)] * (1 if is_remembered else 4))  # a pool of one process repeats a killed job once
         async with started(Grammars(tokenizer_data(plain), ServerConfig(workers=1), in_helper_thread)) as grammars:
             for _ in range(2):
                 with pytest.raises(OutriderError) as error:

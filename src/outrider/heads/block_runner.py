@@ -24,7 +24,7 @@ class BlockPass(HeadProgram):
     """The pass over the blocks of B requests, T tokens, and the C features that are new in their contexts.
 
     Blocks and features are inputs of their own: what precedes attention is computed for all features, then for all tokens.
-    Attention takes each request's features, then its tokens, as in the cache.
+    Attention takes each request's features, then its tokens, in the order of the cache.
     """
 
     head: BlockHead
@@ -49,7 +49,7 @@ class BlockPass(HeadProgram):
         rotation: Tensor,  # [2, 1, T, D]: cosines and sines at the tokens' positions
         context_rotation: Tensor,  # [2, 1, C, D]
         block_index: Tensor,  # [1, T]: index of each token in its block
-        order: Tensor,  # [N]: features, then tokens, in the order of the cache, request by request
+        order: Tensor,  # [N]: indices among features, then tokens, in the order of the cache: request by request
         places: Tensor,  # [T]: the tokens' places in that order
         earlier_only: Tensor,  # [B, W, W]: the visibility for layers in which a token attends only to earlier ones
         *where: Tensor,  # of the layout, of N tokens
@@ -103,29 +103,29 @@ class BlockRunner(HeadRunner[BlockHead]):
         """
         shape, new = self.head.shape, _NewContext(self, request_ids, features)
         sizes = [count if shape.predicts_next else count + 1 for count in num_drafts]  # of the blocks
-        entries = [[0] * (count + size) for count, size in zip(new.lens, sizes, strict=True)]  # only their number is used
-        chain = self._layouts.chain(entries, new.cache_rows, new.starts)
-        layout = chain.layout
+        placeholders = [[0] * (count + size) for count, size in zip(new.lens, sizes, strict=True)]  # only their number is used
+        inputs = self._layouts.chain(placeholders, new.cache_rows, new.starts)
+        layout = inputs.layout
         # In the cache each request's features precede its block; the pass takes all features, then all blocks.
-        of_features, of_tokens = ranges(chain.starts, new.lens), ranges(map(add, chain.starts, new.lens), sizes)
+        feature_places, token_places = ranges(inputs.starts, new.lens), ranges(map(add, inputs.starts, new.lens), sizes)
         spare = -new.total % STEP if self._layouts.is_padded else 0  # features that no token reads
         index_at = [0] * layout.positions.shape[1]
-        for first, in_cache in (0, of_features), (new.total + spare, of_tokens):
-            for index, place in enumerate(in_cache, first):
+        for first, places in (0, feature_places), (new.total + spare, token_places):
+            for index, place in enumerate(places, first):
                 index_at[place] = index
-        of_features += [0] * spare
+        feature_places += [0] * spare
         ids: list[int] = []
         for last, size in zip(last_tokens, sizes, strict=True):
             ids += [last, *[shape.mask_token_id] * (size - 1)]
         in_block = ranges([0] * len(sizes), sizes)
-        numbers = torch.tensor([*ids, *in_block, *of_tokens, *of_features, *index_at], device=self.device)
-        lens = [len(ids)] * 3 + [len(of_features), len(index_at)]
-        token_ids, block_index, places, context_places, order = numbers.split(lens)
-        rotations = [torch.stack(self._rotation_at(new.fused, layout.positions[:, at])) for at in (places, context_places)]
+        numbers = torch.tensor([*ids, *in_block, *token_places, *feature_places, *index_at], device=self.device)
+        lens = [len(ids)] * 3 + [len(feature_places), len(index_at)]
+        token_ids, block_index, token_at, feature_at, order = numbers.split(lens)
+        rotations = [torch.stack(self._rotation_at(new.fused, layout.positions[:, at])) for at in (token_at, feature_at)]
         fused = functional.pad(new.fused, (0, 0, 0, spare))
         block = replace(layout, visible=self._visible(new.lens, sizes, layout.visible))
-        inputs = [token_ids[None], fused, *rotations, block_index[None], order, places, layout.visible, *block.tensors]
-        out = self._programs.run_of()(inputs)[0][0]
+        tensors = [token_ids[None], fused, *rotations, block_index[None], order, token_at, layout.visible, *block.tensors]
+        out = self._programs.run_of()(tensors)[0][0]
         new.commit()
         return self._per_draft(out, sizes, num_drafts)
 

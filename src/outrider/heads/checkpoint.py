@@ -358,7 +358,12 @@ class HeadFiles:
     def of(cls, source: object, folder: Path, prefix: str = "") -> HeadFiles:
         """Read a local folder's tensors whose names begin with ``prefix``. Those that are stored in FP8 become their values."""
         files = cls(source, folder, *read_folder(folder, prefix))
-        stated, tensors = files.config.get("quantization_config"), files.tensors
+        files.convert_fp8()
+        return files
+
+    def convert_fp8(self) -> None:
+        """Replace each matrix in FP8 and its scales with the values they represent."""
+        stated, tensors = self.config.get("quantization_config"), self.tensors
         reader = Fp8(stated if isinstance(stated, dict) else {})
         for stem in {name.rpartition(".")[0] for name in tensors if name.endswith(Fp8.marks)}:
             weight = tensors.get(f"{stem}.weight")
@@ -366,7 +371,6 @@ class HeadFiles:
                 outputs, inputs = weight.shape
                 found = {key: tensors.pop(f"{stem}.{key}") for key in Fp8.keys if f"{stem}.{key}" in tensors}
                 tensors[f"{stem}.weight"] = reader.read(LayerTensors(stem, outputs, inputs, found))
-        return files
 
     def rename(self, named: Callable[[str], str]) -> None:
         """Replace the name of each tensor."""

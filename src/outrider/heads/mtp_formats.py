@@ -110,15 +110,16 @@ def head_bytes(folder: Path, target: TargetSizes) -> int | None:
         return weight_bytes(folder)
     layout, prefix = _found_layout(folder, target.num_layers, str(folder))
     with torch.device("meta"):
-        files = HeadFiles.of("the head", folder, prefix)
-        _, stored = read_folder(folder, prefix)  # FP8 as it is
+        files = HeadFiles("the head", folder, *read_folder(folder, prefix))
+        num_bytes = sum(tensor.nbytes for tensor in files.tensors.values())  # before conversion, which widens FP8
+        files.convert_fp8()
     name, wanted = f"{prefix}{layout.parts['fc']}.weight", (target.hidden_size, 2 * target.hidden_size)
     if name not in files.tensors:
         raise OutriderError(f"{folder} lacks tensors of the head, the first {name}")
     files.refuse_quantised()
     if files.tensors[name].shape != wanted:
         raise OutriderError(f"{name} has shape {list(files.tensors[name].shape)}, expected {list(wanted)} for this target")
-    return sum(tensor.nbytes for tensor in stored.values())
+    return num_bytes
 
 
 def _found_layout(folder: Path, num_layers: int, source: str) -> tuple[Layout, str]:

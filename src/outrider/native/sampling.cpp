@@ -75,7 +75,7 @@ Cut<T> reach(const T* values, int64_t count, double target, std::vector<T>& buck
 }
 
 constexpr int64_t kShared = 1 << 15;  // tokens of a piece of work, so that it takes longer than waking a thread
-constexpr int64_t kAccumulators = 16;  // independent ones, so that the compiler may use vectors of them
+constexpr int64_t kAccumulators = 16;  // independent partial results of a row, so that the compiler may use vectors of them
 
 inline double exp_of(double x) { return std::exp(x); }
 

@@ -1,8 +1,9 @@
 """Disk cache of packed weights: a checkpoint rounded to 8 or 4 bits is stored once and memory-mapped at later starts.
 
-The checkpoint's weights are then not read. A file is used only while the checkpoint's files (names, sizes, times) and its
-config.json, the code of the runner and of ``native``, the versions of torch and transformers, the requested dtype, the form of
-the weights and whether the processor has bfloat16 products are unchanged; ``disk_cache`` checks its owner and its mode first.
+The checkpoint's weights are then not read. A file is used only while all of these are unchanged: the checkpoint's folder, its
+weight files (names, sizes, times) and the text of its config.json, the form of the weights, the requested dtype, the code of
+the runner and of ``native``, the versions of torch and transformers, and whether the CPU multiplies bfloat16 faster than
+float32. ``disk_cache`` checks the file's owner and mode first.
 
 ``torch.save`` writes the tensors at multiples of 64 bytes, which the kernels need, so that they can be mapped.
 """
