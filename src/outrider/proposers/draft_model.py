@@ -180,7 +180,8 @@ class DraftOptions(CheckedOptions):
     bits: int | None = option(
         int_choice(4, 8, 16),
         None,
-        "Bits per weight of the draft on a CPU; 16 keeps its weights (default: 4 above 64 MB of weights, else 16).",
+        "Bits per weight of the draft; 16 keeps its weights "
+        "(default: 4 above 64 MB of weights on Outrider's CPU kernels, else 16).",
     )
 
 

@@ -34,7 +34,8 @@ class HeadConfig(CheckedOptions):
     bits: int | None = option(
         int_choice(8, 16),
         None,
-        "Bits per weight of the head on a CPU, with 8 also per input; 16 keeps its weights (default: 8 above 64 MB, else 16).",
+        "Bits per weight of the head, with 8 also per input; 16 keeps its weights "
+        "(default: 8 above 64 MB on Outrider's CPU kernels, else 16).",
     )
 
 
