@@ -30,6 +30,7 @@ COLUMNS = ("plain tok/s", "speculative tok/s", "ratio", "95% interval")
 OURS = "outrider"
 FAMILY_SINCE = "2026-11-26T19"  # date of the weights of the current embedded models
 ASLEEP = ("2026-11-25", "2026-11-29T17")  # dates of comparisons in which other engines inherited OMP_WAIT_POLICY=PASSIVE
+SEVERAL_HOURS = {"1b-heads": "measured again in other hours, with other ratios ([log](log/trees.md))"}
 MOST_CELLS = 40  # largest grid whose workloads are shown one by one
 PROVENANCE = {
     "version",
@@ -310,7 +311,9 @@ def fact(value: Any) -> str:
 EARLIER = (
     "# Measured with earlier weights\n\nMeasured before the embedded models were trained further; the sizes are the same."
     " Greedy output of the earlier weights loops more, and loops are easy to draft: expect smaller speedups. Plain speeds at 1B"
-    " are still valid. Nothing newer covers busy neighbours, parallel drafts, and sampled text at 1B on matrix units."
+    " are still valid. Nothing newer covers busy neighbours (`1b-busy.json`), parallel drafts (`1b-parallel.json`), and, at 1B"
+    " on matrix units, sampled text and intervals of the draft's speedup (`1b-humaneval-amx.json`; newer greedy speeds are in"
+    " `peers-1b-bits-amx.json`)."
 )
 TOPICS = {
     "Methods": "Tokens per second after the first token; before loops if the file records loops.",
@@ -357,6 +360,7 @@ def section(name: str, document: Document) -> str:
         where.append(f"with {busy_label(document['busy'])}")
     if kind in OF_ENGINES and ASLEEP[0] <= str(document.get("date") or "") < ASLEEP[1]:
         where.append("llama.cpp was slowed down by a setting that it inherited ([log](log/peers.md))")
+    where += [SEVERAL_HOURS[name]] if name in SEVERAL_HOURS else []
     command = f"\n\n`{document['command']}`" if document.get("command") else ""
     return f"### {name}.json\n\n{'; '.join(where)}{command}\n\n{MAKERS[kind](document)}\n"
 
@@ -454,7 +458,7 @@ def stray_figures(text: str) -> list[str]:
     text = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", "", text, flags=re.DOTALL)
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     speeds = r"(?<![\w.`])\d+(?:\.\d+)?x\b|\d\s*(?:tok/s|tokens/s|tokens (?:a|per) second)"
-    ratios = r"\d times (?:as fast|faster|plain|the (?:speed|tokens per))|\d\.\d+ instead of \d"
+    ratios = r"(?:\d times|twice) (?:as fast|faster|slower|plain|the (?:speed|tokens per))|\d\.\d+ instead of \d"
     figure = re.compile(f"{speeds}|{ratios}")
     return [line for line in text.splitlines() if figure.search(line)]
 

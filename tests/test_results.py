@@ -103,7 +103,19 @@ def test_a_wrong_ratio_is_found(make: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["It is 2.3x faster.", "up to 5x", "109 tok/s at best", "some 20 tokens a second", "1.08 times as fast"]
+    "line",
+    [
+        "It is 2.3x faster.",
+        "up to 5x",
+        "109 tok/s at best",
+        "some 20 tokens a second",
+        "1.08 times as fast",
+        "2 times as fast",
+        "twice as fast",
+        "1.27 times faster",
+        "1.9 times plain",
+        "2.15 times the tokens per second",
+    ],
 )
 def test_a_speed_written_by_hand_is_found(make: ModuleType, line: str) -> None:
     assert make.stray_figures(f"before\n{line}\nafter") == [line]
