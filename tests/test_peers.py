@@ -331,7 +331,7 @@ def test_busy_processes_compute_beside_all_engines(peers: Any, race: Any, monkey
     for busy in (0, 2):
         document = race({None: [[1, 2], [3, 4]]}, [peers.rounds.Group("plain", 8)], [], busy)
         title = str(peers.report.tables(document | {"busy": busy})[0].title)
-        assert title.endswith(", beside 2 other busy processes") == (busy == 2)
+        assert title.endswith(", with 2 other busy processes") == (busy == 2)
     assert seen[1] - seen[0] == 2
 
 
