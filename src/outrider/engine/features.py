@@ -51,7 +51,8 @@ class FeatureStore:
         A pass that reads tokens again, because their cache was lost, reports their states again: the first ones are kept.
         """
         request_id = request.request_id
-        if request_id in self._prompts and request_id not in self._num_kept:  # its first pass
+        is_first = request_id not in self._num_kept and num_before == request.num_prompt_tokens  # not again after a failure
+        if request_id in self._prompts and is_first:
             # Without those of the prompt's last token and of the drafts, as if all of these were drafts and none was accepted.
             self._prompts[request_id] = _States(hidden, row, num_before, 0, num_drafts + 1, [])
         states = _States(hidden, row, num_before, self._num_kept.get(request_id, 0), num_drafts, path)

@@ -25,7 +25,7 @@ class Ledger:
         self.total = GenerationStats()
         self._costs, self._drafts_with_model = costs, drafts_with_model
         self._requests: defaultdict[str, GenerationStats] = defaultdict(GenerationStats)
-        self._num_cold = 0  # next plain rounds that still count as cold; none if negative
+        self._num_cold = 0  # next plain rounds that still count as cold; none if not positive
 
     def stats_of(self, request_id: str) -> GenerationStats:
         """Return the statistics of a request, updated until it ends."""

@@ -232,7 +232,7 @@ class Scheduler:
         text = scanner.feed(text, may_stop=entry.request.num_output_tokens > entry.request.params.min_tokens)
         if scanner.stopped_by is None:
             return text + scanner.flush()
-        entry.finish_reason = "stop"  # the last token completed a stop string
+        entry.finish_reason = "stop"  # whatever the reason was: the last token completed a stop string
         return text
 
     def _commit_ids(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:

@@ -13,9 +13,9 @@ NEW_REQUEST_WAIT = 4  # limit of the wait for a probe, times the batch size, whe
 MAX_NEW_REQUEST_FACTOR = 16  # maximum factor of it, after unsuccessful probes
 PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
 MAX_PROBE = 4
+FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before a probe: at first, and at most
 FAR_BEHIND = 512  # tokens that the proposer has not processed, above which a request may be left out
 
-FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before a probe: at first, and at most
 EXPLORATION_SHARE = 0.02  # share of all time that may be lost
 FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: initial, and maximum unless a more expensive probe is pending
 
