@@ -363,6 +363,25 @@ def test_requests_may_be_cancelled_one_by_one_or_together():
     assert orders[0] == orders[1] and len(orders[0]) == 60 - 17
 
 
+def test_an_item_that_is_put_back_is_the_next_of_its_priority_and_costs_nothing():
+    waiting = FairQueue()
+    for item in ("a0", "a1"):
+        waiting.push(item, "a", 0, cost=100)
+    waiting.push("b", "b", 0, cost=150)
+    waiting.push("cancelled", "c", 0, cost=1)
+    waiting.serve("a0")
+    waiting.remove("cancelled")
+    waiting.put_back("a0", "a", 0)
+    waiting.push("urgent", "c", 1, cost=500)
+    assert list(waiting) == ["urgent", "a0", "b", "a1"]
+    waiting.serve("a0")
+    waiting.put_back("a0", "a", 0)
+    waiting.remove("a0")
+    waiting.push("a2", "a", 0, cost=60)
+    waiting.push("b2", "b", 0, cost=100)
+    assert list(waiting) == ["urgent", "b", "a1", "b2", "a2"]
+
+
 def test_many_requests_are_cancelled_in_linear_time(monkeypatch):
     ranked, rank = [], queue._Place.rank
     monkeypatch.setattr(queue._Place, "rank", lambda place: ranked.append(1) or rank(place))

@@ -419,9 +419,9 @@ async def test_a_retried_job_that_has_failed_meanwhile_does_not_run(plain: LLM, 
 async def test_a_retried_job_keeps_its_turn(plain: LLM, faulty: Callable[..., None]) -> None:
     faulty(None, WorkerLost(-signal.SIGKILL), None)
     async with started(schema_pool(plain)) as pool:
-        jobs = [pool.do({"of": name}, cost, Client(name)) for name, cost in (("ada", 100), ("bob", 150), ("bob", 150))]
-        await asyncio.gather(*jobs)
-    assert Slow.order == ["ada", "bob", "bob"]
+        asked = ("ada 1", 100), ("ada 2", 100), ("bob 1", 150), ("bob 2", 150)
+        await asyncio.gather(*(pool.do({"of": job}, cost, Client(job[:3])) for job, cost in asked))
+    assert Slow.order == ["ada 1", "bob 1", "ada 2", "bob 2"]
 
 
 @in_loop

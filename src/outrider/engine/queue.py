@@ -64,6 +64,13 @@ class FairQueue(Generic[Item]):
         place = self._places[item] = _Place(priority, end, self._count, item, client, cost)
         insort(waiting, place, key=_Place.rank)
 
+    def put_back(self, item: Item, client: str, priority: int) -> None:
+        """Queue an item again that was served in vain: first of its priority, and at no further cost for its client."""
+        waiting = self._in_order()
+        self._count += 1
+        place = self._places[item] = _Place(priority, 0.0, self._count, item, client, 0.0)
+        insort(waiting, place, key=_Place.rank)
+
     def serve(self, item: Item) -> None:
         """Remove an item because it is served now."""
         waiting, served = self._in_order(), self._places.pop(item)

@@ -51,7 +51,6 @@ class _Task:
 
     job: Job
     client: Client
-    cost: float
     pushed: float
     result: asyncio.Future[Job]
     num_killed: int = 0  # processes that were killed from outside while they had this job
@@ -161,8 +160,9 @@ class WorkerPool:
         """
         if self.start_error is not None:
             raise Stopping(self.start_error)
-        task = _Task(job, client, cost, monotonic(), asyncio.get_running_loop().create_future())
-        self._push(task, task.cost)
+        task = _Task(job, client, monotonic(), asyncio.get_running_loop().create_future())
+        self._waiting.push(task, client.queue_key, client.priority, cost)
+        self._job_added.set()
         try:
             answer = await task.result
         finally:
@@ -170,10 +170,6 @@ class WorkerPool:
         if "refused" in answer:
             raise OutriderError(answer["refused"])
         return answer
-
-    def _push(self, task: _Task, cost: float) -> None:
-        self._waiting.push(task, task.client.queue_key, task.client.priority, cost)
-        self._job_added.set()
 
     async def _run(self) -> None:
         """Run jobs in one process at a time; replace a process that is killed."""
@@ -249,7 +245,8 @@ class WorkerPool:
                 return
             logger.warning("a process to %s was killed: retrying its job", self._what)
             task.num_killed += 1
-            self._push(task, cost=0.0)  # the client has paid for it, and keeps its turn
+            self._waiting.put_back(task, task.client.queue_key, task.client.priority)
+            self._job_added.set()
         else:
             task.end(self._failure(error))
 
