@@ -31,10 +31,12 @@ from outrider.engine.methods import ALL, chosen_methods, fitting_proposers
 from outrider.family import DRAFT
 from outrider.method_text import split_methods
 from outrider.registry import PLAIN
-from outrider.search import Search, SearchSpace, halving
+from outrider.search import halving
 from outrider.search.choice import Decision
 from outrider.search.journal import Journal
 from outrider.search.measurements import Group, Measurements
+from outrider.search.search import Search
+from outrider.search.space import SearchSpace
 from outrider.search.traffic import RecordedPrompt, encoded, read_builtin
 
 CLOSE, SHARE = 0.95, 0.2  # of the exhaustive best's speed, and of its time

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 MAX_MESSAGE = 600  # characters of a message, which may quote a config or a file
 
@@ -31,6 +32,12 @@ class PromptTooLong(OutriderError):
 def how_to_install(extra: str) -> str:
     """Return the command that installs an optional group of dependencies for this Python: Outrider is not on PyPI."""
     return f"run {shlex.quote(sys.executable)} -m pip install -e '.[{extra}]' in Outrider's folder"
+
+
+def check_installed(module: str, extra: str, what: str) -> None:
+    """Raise ``OutriderError`` if a top-level module of an optional group is missing: as ``requires``, but without an import."""
+    if find_spec(module) is None:
+        raise OutriderError(f"{what} requires {module}: {how_to_install(extra)}")
 
 
 @contextmanager

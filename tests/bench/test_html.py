@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from outrider import OutriderError
 from outrider.bench import html
 from outrider.bench.breakdown import MEANING
 from outrider.bench.plots import plots
+from outrider.cli.bench_documents import check_outputs
 
 FIGURES = {
     "Speedup over plain decoding by draft length",
@@ -140,8 +142,13 @@ def test_plain_decoding_alone_gives_a_report() -> None:
 
 
 def test_a_missing_matplotlib_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(html, "find_spec", lambda name: None)
-    with pytest.raises(OutriderError, match=r"needs matplotlib: run \S+ -m pip install -e '.\[report\]' in Outrider's folder"):
+    monkeypatch.setattr("outrider.errors.find_spec", lambda name: None)
+    advice = r"requires matplotlib: run \S+ -m pip install -e '.\[report\]' in Outrider's folder"
+    with pytest.raises(OutriderError, match=advice):
+        check_outputs({}, [], report=Path("x.html"))
+    monkeypatch.delitem(sys.modules, "outrider.bench.plots", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(OutriderError, match=advice):
         html.page(grid())
 
 

@@ -12,13 +12,14 @@ from tiny_folder import make_tokenizer
 
 from outrider import OutriderError
 from outrider.bench import workloads
+from outrider.bench.workload_names import WORKLOADS
 from outrider.bench.workloads import Prompt
 
 HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "", "test": ""}
 GSM8K = {"question": "2 + 2?", "answer": "#### 4"}
 MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Hello", "again"]}
 SPEC_BENCH = {"question_id": 300, "category": "translation", "turns": ["Translate: Haus"], "reference": ["house"]}
-SPEED_BENCH = {  # as its own tool prepares it
+SPEED_BENCH = {  # as NeMo-Skills prepares it
     "category": "rag",
     "src_id": "7",
     "multiturn": True,
@@ -36,7 +37,7 @@ def asked(text: str) -> tuple[dict[str, str], ...]:
 
 
 def test_every_workload_has_at_least_twenty_different_prompts() -> None:
-    for name in workloads.WORKLOADS:
+    for name in WORKLOADS:
         prompts = workloads.builtin(name)
         said = [prompt.text or json.dumps(prompt.messages) for prompt in prompts]
         assert len(set(said)) == len(said) >= 20
@@ -53,7 +54,7 @@ def test_built_in_prompts_leave_room_in_the_embedded_context() -> None:
     from outrider.family import TARGET
 
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    for name in workloads.WORKLOADS:
+    for name in WORKLOADS:
         for prompt in workloads.builtin(name):
             said = prompt.text or "".join(message["content"] for message in prompt.messages)
             assert 15 <= len(tokenizer.encode(said).ids) <= 400

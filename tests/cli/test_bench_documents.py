@@ -357,8 +357,8 @@ def test_checking_a_file_keeps_the_link_to_it(tmp_path: Path) -> None:
 
 
 def test_prompts_that_do_not_fill_a_batch_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    options: Any = SimpleNamespace(prompts=None, workloads="code", num_prompts=5)
-    assert len(read_workloads(options, (1, 4))["code"]) == 5
+    options: Any = SimpleNamespace(prompts=None, num_prompts=5)
+    assert len(read_workloads(options, ["code"], (1, 4))["code"]) == 5
     assert capsys.readouterr().err.splitlines() == [
         "batch 4: the last 1 of 5 prompts of 'code' are left out: they do not fill a batch"
     ]

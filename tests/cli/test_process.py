@@ -69,10 +69,31 @@ def test_a_command_says_that_it_imports_torch(tmp_path: Path, command: str) -> N
     assert first == "starting ..."
 
 
-@pytest.mark.parametrize("given", [["bench", "--temperature", "hot"], ["bench", "--busy", "-1"], ["audit", "--batch", "0"]])
-def test_a_wrong_number_is_reported_before_torch_is_imported(given: list[str]) -> None:
-    done = run(*given)
-    assert done.returncode == 2 and "starting" not in done.stderr and len(done.stderr.splitlines()) == 1
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["bench", "--temperature", "hot"],
+        ["bench", "--busy", "-1"],
+        ["bench", "-k", "few"],
+        ["bench", "--workloads", "opera"],
+        ["bench", "--prompts", "missing.jsonl", "--html", "x.html"],
+        ["bench", "--inflate", "1b", "--target", "missing"],
+        ["audit", "--batch", "0"],
+        ["audit", "--prompts", "missing.jsonl"],
+        ["tune", "--workloads", "code", "--batch", "x"],
+        ["tune", "--workloads", "code", "--report", "x.txt"],
+        ["tune", "--workloads", "code", "--top-p", "0"],
+        ["tune", "--workloads", "opera"],
+        ["tune", "--traffic", "missing.jsonl"],
+    ],
+)
+def test_a_bad_argument_is_reported_before_torch_is_imported(args: list[str], tmp_path: Path) -> None:
+    program = (
+        "import sys; from outrider.cli import main; code = main(sys.argv[1:])\n"
+        "sys.exit('imported torch' if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 @pytest.mark.parametrize("cache", ["/proc/nowhere", "a file"])

@@ -132,7 +132,7 @@ def test_an_interrupt_before_the_first_result_promises_no_results(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("outrider.search.Search.run", interrupted)
+    monkeypatch.setattr("outrider.search.search.Search.run", interrupted)
     command = ["--target", target, "--traffic", traffic, *QUICK, "--method", "ngram", "--out", tmp_path / "plan.toml"]
     code, _, err = outrider("tune", *command)
     assert code == app.EXIT_INTERRUPTED and "--resume" not in err and not (tmp_path / "plan.json").exists()

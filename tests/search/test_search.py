@@ -20,11 +20,12 @@ from outrider.proposers.combined import CombinedProposer
 from outrider.proposers.degraded import Degraded
 from outrider.proposers.ngram import NgramConfig, NgramProposer
 from outrider.registry import PLAIN, PROPOSERS
-from outrider.search import Search, SearchSpace
 from outrider.search import journal as journal_module
 from outrider.search import search as search_module
 from outrider.search.journal import Journal, exclusive
 from outrider.search.report import oracle, result, rows, table, verdict
+from outrider.search.search import Search
+from outrider.search.space import SearchSpace
 from outrider.search.traffic import RecordedPrompt
 from outrider.types import OutriderError, SamplingParams
 

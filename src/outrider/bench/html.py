@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from importlib.util import find_spec
 from typing import Any
 
 from outrider.bench.breakdown import MEANING
 from outrider.bench.documents import Cell, at, busy_label, distinct, loop_warnings
 from outrider.bench.tables import MORE, Section, matrices, sections
-from outrider.errors import how_to_install
-from outrider.types import OutriderError
+from outrider.errors import requires
 
 FACTS = ("target", "device", "dtype", "weights", "threads", "command", "date", "commit", "version", "max_tokens", "repeat")
 
 
-def check_installed() -> None:
-    """Raise ``OutriderError`` if the library for reports is missing, before measuring."""
-    if find_spec("matplotlib") is None:
-        raise OutriderError(f"an HTML report needs matplotlib: {how_to_install('report')}")
-
-
 def page(result: Mapping[str, Any]) -> str:
     """Return the HTML report of a benchmark document. Raises ``OutriderError`` if matplotlib is missing."""
-    check_installed()
-    from outrider.bench.plots import plots
+    with requires("report", "an HTML report"):
+        from outrider.bench.plots import plots
 
     shown = sections(result)
     cells = shown[0].cells

@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
+from outrider.bench.workload_names import known_workload
 from outrider.chat import for_template
 from outrider.engine.prompts import chat_ids, takes_tools, template_of
 from outrider.engine.templates import OWN_VARIABLES, requested_variables
@@ -25,19 +26,11 @@ Item = TypeVar("Item")
 logger = logging.getLogger(__name__)
 
 SEPARATOR = "\n%%\n"
-WORKLOADS = {
-    "code": "complete a Python function from its signature",
-    "edit": "rewrite a text with a small change: repeats its prompt",
-    "json": "continue records of one format: repeats its prompt",
-    "summary": "summarise a paragraph",
-    "math": "solve an arithmetic word problem",
-    "chat": "answer a question",
-    "story": "continue a story",
-}
 ONE_PER_LINE = "expected one JSON object per line"
 CHAT = "chat"
 SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # besides MT-bench's questions
-# In SPEED-Bench's published rows, where a licence forbids copies (NVIDIA's Model-Optimizer, examples/specdec_bench).
+# Begins the turns of SPEED-Bench that its published rows omit, because a licence forbids copies: TURNS_PLACEHOLDER of
+# NVIDIA/Model-Optimizer, examples/specdec_bench/specdec_bench/datasets/speed.py at 12d434e (read on 2026-12-01).
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 Message = Mapping[str, Any]  # {"role", "content"}, and "tool_calls" of an assistant
 # Fields of a message that its prompt keeps.
@@ -62,10 +55,8 @@ class Prompt:
 
 def builtin(workload: str, num_prompts: int | None = None) -> list[Prompt]:
     """Return the first ``num_prompts`` (default: all) built-in prompts. Raises ``OutriderError`` for an unknown workload."""
-    if workload not in WORKLOADS:
-        raise OutriderError(f"unknown workload {workload!r}; known: {', '.join(WORKLOADS)}")
     folder = files("outrider.bench").joinpath("prompts")
-    if workload == CHAT:
+    if known_workload(workload) == CHAT:
         lines = folder.joinpath(f"{CHAT}.jsonl").read_text(encoding="utf-8").splitlines()
         return [Prompt(CHAT, messages=tuple(json.loads(line)["messages"])) for line in lines][:num_prompts]
     text = folder.joinpath(f"{workload}.txt").read_text(encoding="utf-8")
@@ -212,7 +203,11 @@ def _first_of(field: str) -> Read:
 
 
 def _speed_bench(item: Mapping[str, Any], workload: str) -> Prompt:
-    """Read a line of SPEED-Bench: with turns, as published, or one message per turn, as its own tool writes them."""
+    """Read a line of SPEED-Bench: with turns, as published, or one message per turn, as NeMo-Skills writes it.
+
+    See nemo_skills/dataset/speed-bench/prepare.py of NVIDIA-NeMo/Skills at aeda1da (read on 2026-12-01): every message is the
+    user's.
+    """
     if "turns" in item:
         found = _first_of("turns")(item, workload)
     else:
@@ -220,7 +215,7 @@ def _speed_bench(item: Mapping[str, Any], workload: str) -> Prompt:
         first = next((i for i, message in enumerate(found.messages) if message["role"] == "user"), len(found.messages) - 1)
         found = replace(found, messages=found.messages[: first + 1])
     if PLACEHOLDER in str(found.messages[-1].get("content")):
-        raise Refused("the published file lacks this prompt: prepare it with SPEED-Bench's own tool")
+        raise Refused("the published file lacks this prompt: prepare it with NeMo-Skills' speed-bench/prepare.py")
     return found
 
 

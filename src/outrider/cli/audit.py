@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.app import EXIT_CHECK_FAILED
-from outrider.cli.bench_documents import check_outputs, keeping, write_or_say
+from outrider.cli.bench_documents import check_inputs, check_outputs, keeping, write_or_say
 from outrider.cli.console import say
 from outrider.cli.options import (
     ModelOptions,
@@ -126,6 +126,7 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
         raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
     temperature = COUPLED_TEMPERATURE if models.same_text else TEMPERATURE
     params = sampling.params(temperature=temperature)
+    check_inputs(options.prompts or [])
     start()
     texts = read_prompts(options, models.same_text)
     named, methods = named_methods(AUTO if options.method is None else options.method, models)

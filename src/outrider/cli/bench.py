@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import typer
 
 from outrider.cli import bench_documents, bench_serve
-from outrider.cli.bench_documents import check_outputs, keeping, write_or_say
+from outrider.cli.bench_documents import check_inputs, check_outputs, keeping, write_or_say
 from outrider.cli.console import err, say, waiting
 from outrider.cli.options import (
     INFLATABLE,
@@ -110,16 +110,19 @@ def command(
     batches = parse_list("--batch", grid.batch, int)
     busy = parse_list("--busy", grid.busy, int)
     check_axes(temperatures, batches, busy, (grid.seed, grid.seed + grid.repeat - 1))
+    lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
+    workloads = workload_names(grid.prompts, grid.workloads)
+    check_inputs([grid.prompts])
+    if grid.inflate is not None:
+        inflatable(models)
     start()
     from outrider.bench.contenders import Contenders
     from outrider.bench.grid import GridPlan, run_grid
     from outrider.bench.workloads import encode_all
 
-    if grid.inflate is not None:
-        inflatable(models)
     arguments = resolve(models, MethodOptions())
-    prompts = read_workloads(grid, batches)
-    chosen = parse_contenders(grid, models)
+    prompts = read_workloads(grid, workloads, batches)
+    chosen = parse_contenders(grid.method, lengths, models)
     methods = [contender.method for contender in chosen]
     models, drafts, extra = inflate_with_heads(models, methods, arguments, grid.inflate)
     arguments |= drafts
@@ -180,7 +183,7 @@ def finish(plan: GridPlan, groups: Sequence[Group], llm: LLM, extra: dict[str, A
     write_or_say(outputs.html, lambda: page(result))
 
 
-def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender, ...]:
+def parse_contenders(text: str | None, lengths: Sequence[int | str], models: ModelOptions) -> tuple[Contender, ...]:
     """Return methods x draft lengths, without plain decoding, which always runs.
 
     Raises ``OutriderError`` for a method that lacks its draft.
@@ -189,22 +192,21 @@ def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender
     from outrider.cli.session import auto_method, check_methods, declared_drafts
     from outrider.engine.methods import methods_in
 
-    lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
-    text = f"{AUTO},{DEFAULT_METHOD}" if grid.method is None else grid.method
+    text = f"{AUTO},{DEFAULT_METHOD}" if text is None else text
     check_methods(split_methods(text), models, declared_drafts(models))
     methods = methods_in(text, lambda: auto_method(models))
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)
 
 
-def read_workloads(grid: GridOptions, batches: Sequence[int]) -> dict[str, list[Prompt]]:
+def read_workloads(grid: GridOptions, names: Sequence[str], batches: Sequence[int]) -> dict[str, list[Prompt]]:
     """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early.
 
     Only whole batches run. Raises ``OutriderError`` for a workload without one of the largest size.
     """
     from outrider.bench import workloads
 
-    names, batch = workload_names(grid.prompts, grid.workloads), max(batches)
+    batch = max(batches)
     found = workloads.grouped(grid.prompts, names, grid.num_prompts or max(NUM_PROMPTS, batch))
     for name, group in found.items():
         if len(group) < batch:

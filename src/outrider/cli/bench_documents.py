@@ -13,7 +13,7 @@ import typer
 
 from outrider.cli.app import EXIT_CHECK_FAILED, handled
 from outrider.cli.console import say_error
-from outrider.errors import OutriderError, errors_as, without_path
+from outrider.errors import OutriderError, check_installed, errors_as, without_path
 
 LEAST_WIDTH = 60  # columns in which every number of a table fits; a narrower terminal breaks its lines
 
@@ -105,9 +105,15 @@ def check_outputs(paths: Mapping[str, Path | None], inputs: Iterable[Path | None
         if path is not None and (other := seen.setdefault(path.resolve(), option)) != option:
             raise OutriderError(f"{other} and {option} are both {path}: give two different files")
     if report is not None:
-        from outrider.bench.html import check_installed
+        check_installed("matplotlib", "report", "an HTML report")
 
-        check_installed()
+
+def check_inputs(paths: Iterable[Path | None]) -> None:
+    """Raise ``OutriderError`` for a file that does not exist: it is read after seconds of imports."""
+    for path in paths:
+        if path is not None:
+            with errors_as(f"cannot read {path}", OSError, detail=without_path):
+                path.stat()
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 import typer
 
+from outrider.bench.workload_names import WORKLOADS, known_workload
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.options import OPTION, declared, flag_name
@@ -245,12 +246,10 @@ def check_counts(**counts: int | None) -> None:
 def workload_names(prompts: Path | None, workloads: str | None) -> tuple[str, ...]:
     """Return the built-in workloads that ``--workloads`` names, by default all; none if prompts come from a file.
 
-    Raises ``OutriderError`` if both are given.
+    Raises ``OutriderError`` if both are given, and for an unknown name.
     """
-    from outrider.bench.workloads import WORKLOADS
-
     if prompts is None:
-        return parse_list("--workloads", ",".join(WORKLOADS) if workloads is None else workloads, str)
+        return parse_list("--workloads", ",".join(WORKLOADS) if workloads is None else workloads, known_workload)
     if workloads is not None:
         raise OutriderError("--prompts and --workloads exclude each other: give one of them")
     return ()

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from outrider.cli.bench_documents import check_outputs, write_or_say
+from outrider.cli.bench_documents import check_inputs, check_outputs, write_or_say
 from outrider.cli.console import say
 from outrider.cli.options import (
     ModelOptions,
@@ -18,6 +18,7 @@ from outrider.cli.options import (
     parse_list,
     values_given,
     with_groups,
+    workload_names,
 )
 from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located
@@ -28,13 +29,15 @@ from outrider.method_text import split_method, split_methods, with_drafts
 from outrider.options import INT32, SAMPLING, option, whole
 from outrider.progress import shown
 from outrider.registry import PROPOSERS
+from outrider.search.space import SearchSpace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outrider.runner import ModelRunner
-    from outrider.search import Search, SearchSpace
+    from outrider.sampling_params import SamplingParams
     from outrider.search.choice import Decision
+    from outrider.search.search import Search
     from outrider.search.traffic import RecordedPrompt, TrafficRequest
 
 PLAN = "plan.toml"
@@ -64,6 +67,17 @@ class TrafficOptions:
         None,
         f"Prompts to use, spread over the traffic (default: {NUM_PROMPTS}, or {NUM_GROUPS} times the largest --batch if more).",
     )
+
+    def workload_names(self) -> tuple[str, ...]:
+        """Return the built-in workloads; none if the prompts come from a file.
+
+        Raises ``OutriderError`` for an unknown workload, a missing file, and unless exactly one of them is given.
+        """
+        if (self.traffic is None) == (self.workloads is None):
+            mistake = "no traffic" if self.traffic is None else "--traffic and --workloads exclude each other"
+            raise OutriderError(f"{mistake}: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
+        check_inputs([self.traffic])
+        return workload_names(self.traffic, self.workloads)
 
 
 @dataclass(frozen=True)
@@ -139,14 +153,15 @@ def command(
     """
     from outrider.cli.session import fitting, load_plain, named_methods, start
 
+    space, defaults = read_space(options), sampling.params()
+    workloads = traffic.workload_names()
+    output.check(traffic.traffic)
     start()
-    from outrider.search import Search
     from outrider.search.journal import Journal, exclusive
+    from outrider.search.search import Search
     from outrider.search.traffic import encoded
 
-    space = read_space(options)
-    prompts = read_traffic(traffic, sampling, max(space.batches))
-    output.check(traffic.traffic)
+    prompts = read_traffic(traffic, workloads, defaults, max(space.batches))
     with exclusive(output.journal):
         _, methods = named_methods(options.method, models)
         llm = load_plain(models, methods, max_batch=max(*space.batches, 8))
@@ -212,8 +227,6 @@ def movable(source: str) -> str:
 
 def read_space(options: SearchOptions) -> SearchSpace:
     """Return the search space. Raises ``OutriderError`` for invalid lengths and batch sizes."""
-    from outrider.search import SearchSpace
-
     batches = parse_list("--batch", options.batch, int)
     lengths = (
         SearchSpace.lengths
@@ -224,23 +237,20 @@ def read_space(options: SearchOptions) -> SearchSpace:
     return SearchSpace(lengths, batches, options.repeat)
 
 
-def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions, batch: int) -> list[TrafficRequest]:
-    """Read the prompts before a model is loaded, so that errors are reported early.
+def read_traffic(
+    traffic: TrafficOptions, workloads: Sequence[str], defaults: SamplingParams, batch: int
+) -> list[TrafficRequest]:
+    """Read the prompts before a model is loaded, so that errors are reported early. ``workloads``: without a file.
 
     Raises ``OutriderError`` for fewer than two batches of the largest size, ``batch``: an interval needs two.
     """
     from outrider.search.traffic import read_builtin, read_file
 
-    defaults = sampling.params()
-    if (traffic.traffic is None) == (traffic.workloads is None):
-        mistake = "no traffic" if traffic.traffic is None else "--traffic and --workloads exclude each other"
-        raise OutriderError(f"{mistake}: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
     most = traffic.num_prompts or max(NUM_PROMPTS, NUM_GROUPS * batch)
     if traffic.traffic is not None:
         found = read_file(traffic.traffic, most, defaults)
     else:
-        assert traffic.workloads is not None
-        found = read_builtin(parse_list("--workloads", traffic.workloads, str), most, defaults)
+        found = read_builtin(workloads, most, defaults)
     if len(found) < 2 * batch:
         raise OutriderError(
             f"--batch {batch} needs at least {2 * batch} prompts (two batches), got {len(found)}: raise --num-prompts or lower"

@@ -9,8 +9,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+from outrider.errors import OutriderError
 from outrider.files import earlier, is_device, locked, object_in, write_whole
-from outrider.types import OutriderError
 
 SCHEMA = "outrider-tune/2"
 Value = TypeVar("Value")

@@ -20,12 +20,13 @@ from outrider.engine.config import reason_of
 from outrider.method_text import combined, split_method
 from outrider.progress import Report
 from outrider.proposers.base import Proposer
-from outrider.registry import AUTO, PLAIN, PROPOSERS
+from outrider.registry import PLAIN, PROPOSERS
 from outrider.search import choice, halving, oracle
 from outrider.search.choice import Decision
 from outrider.search.halving import Ranking, Rung
 from outrider.search.journal import Journal, JournalError
 from outrider.search.measurements import Group, Measurements
+from outrider.search.space import SearchSpace
 from outrider.search.traffic import RecordedPrompt
 from outrider.types import OutriderError
 
@@ -34,19 +35,6 @@ if TYPE_CHECKING:
 
 RECORDING_BATCH = 8  # batch size while recording outputs
 MIN_PAIR_SPEEDUP = 1.05  # minimum speedup of both methods for trying their combination
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """The search space."""
-
-    lengths: tuple[int, ...] = (1, 2, 4, 8, 15)  # K of the candidates; the adaptive length is always added
-    batches: tuple[int, ...] = (1,)  # batch sizes that the plan is for
-    repeat: int = 3  # maximum runs of the finalists over the whole traffic
-
-    def lengths_of(self, proposer: Proposer) -> list[int | str]:
-        """Return the lengths that the proposer supports, and the adaptive one."""
-        return [*sorted({min(k, proposer.max_drafts) for k in self.lengths}), AUTO]
 
 
 @dataclass(frozen=True)
